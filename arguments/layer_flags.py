@@ -10,11 +10,11 @@ from arguments.layer_pattern import (
     MLP,
     MOE,
     hybrid_letters,
-    mtp_letters,
     recorded_linear_layers,
     recorded_moe_layers,
 )
 from arguments.mechanisms.sublayers import VARIANT, variant_of
+from arguments.mtp import mtp_letters, num_mtp_depths
 
 UNKNOWN = "?"
 """Of a sublayer that a hybrid model cannot have."""
@@ -56,7 +56,7 @@ def entry_of_layer(dest: str, value: int | Sequence[float] | None, number: int) 
 
 def attention_entries(record: Mapping[str, Any], dest: str) -> tuple[float | None, ...]:
     """Return what a flag of NUMBERED_FLAGS says of all attention: of the decoder, then of multi-token prediction."""
-    letters, depths = layer_letters(record), record.get("mtp_num_layers") or 0
+    letters, depths = layer_letters(record), num_mtp_depths(record)
     if pattern := record.get("hybrid_layer_pattern"):
         letters += mtp_letters(pattern) * depths
         numbers = [number for number, letter in enumerate(letters, start=1) if letter not in (MAMBA, MLP, MOE)]

@@ -7,22 +7,24 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 from string import Formatter
 from types import MappingProxyType
+from typing import Any
 
 from arguments import flag_status, rules
 from arguments.container import OPTIONS
+from arguments.mechanisms.optimizers import OPTIMIZERS
 from arguments.mechanisms.placements import PLACEMENTS
 from arguments.mechanisms.selections import SELECTIONS
+from arguments.mechanisms.sublayers import SUBLAYERS
 from arguments.rules.derived_sizes import derive_sizes
 from arguments.settings import Limit, Settings
 
+_DECLARED: tuple[Any, ...] = (*SELECTIONS, *SUBLAYERS, *OPTIMIZERS, *PLACEMENTS)
 TOPICS = MappingProxyType(
     {
-        **dict((each.key, each.name) for each in SELECTIONS if each.has_rules),
+        **dict((each.key, each.name[0].upper() + each.name[1:]) for each in _DECLARED if each.has_rules),
         "hybrid": "Hybrid models",
         "norms": "Norms",
         "attention": "Attention",
-        "sparse_attention": "Sparse attention",
-        "compressed_attention": "Compressed attention",
         "lora": "Low-rank adapters",
         "hyper_connections": "Hyper-connections",
         "pipeline": "Pipeline schedules",
@@ -41,7 +43,7 @@ TOPICS = MappingProxyType(
         "checkpoint": "Checkpoints",
     }
 )
-"""Heading of the limits of each module of rules/ that no declaration names."""
+"""Heading of the limits of each module of rules/."""
 
 
 _HEAD = """\
@@ -95,8 +97,7 @@ def _combinations() -> Iterator[str]:
     settings = Settings(OPTIONS)
     found = rules.limits(settings, derive_sizes(settings, None))
     for topic, entries in groupby(found, key=lambda entry: entry[0]):
-        declared = (each.name.capitalize() for each in PLACEMENTS if each.key == topic)
-        yield f"### {TOPICS[topic] if topic in TOPICS else next(declared)}\n"
+        yield f"### {TOPICS[topic]}\n"
         yield from dict.fromkeys(f"- {limit_text(limit)}" for _, limit in entries)
         yield ""
 

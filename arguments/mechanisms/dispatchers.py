@@ -14,7 +14,7 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Any, Literal
 
-from arguments.mechanisms.support import Mechanism, NoEffect, Rejected, Support
+from arguments.mechanisms.support import Mechanism, NoEffect, Rejected, Support, keys_with
 from arguments.mechanisms.traffic import (
     ExchangedTokens,
     Traffic,
@@ -105,7 +105,7 @@ class Dispatcher(Mechanism[Capability]):
         self.check_declares_all(Capability)
 
     @property
-    def key(self) -> str:
+    def key(self) -> str:  # type: ignore[override]  # another attribute, read only
         """Name of its module, in estimates and in the doctor's lines."""
         return self.backend or self.type or "local"
 
@@ -397,12 +397,6 @@ def get_dispatcher(moe: Any) -> Dispatcher:
     return find_dispatcher(moe.moe_token_dispatcher_type, moe.moe_flex_dispatcher_backend)
 
 
-def rejecting(capability: Capability) -> tuple[tuple[Dispatcher, Rejected], ...]:
-    """Return the dispatchers with which flags that demand a capability are rejected, and why."""
-    found = ((each, each.capabilities[capability]) for each in SELECTABLE)
-    return tuple((each, support) for each, support in found if isinstance(support, Rejected))
-
-
 def types_with(capability: Capability) -> tuple[str, ...]:
     """Return the values of --moe-token-dispatcher-type with which no flag that demands a capability is rejected."""
     return tuple(dict.fromkeys(str(each.type) for each in SELECTABLE if not each.rejects(capability)))
@@ -410,4 +404,4 @@ def types_with(capability: Capability) -> tuple[str, ...]:
 
 def backends_with(capability: Capability) -> tuple[str, ...]:
     """Return the values of --moe-flex-dispatcher-backend with which flags that demand a capability act."""
-    return tuple(each.key for each in BACKENDS.values() if each.supports(capability))
+    return keys_with(BACKENDS.values(), capability)

@@ -14,7 +14,6 @@ from typing import Any
 from arguments.mechanisms.format_kinds.declaration import FormatCapability, FormatFlags, QuantizedFormat
 from arguments.mechanisms.format_kinds.eight_bit import BLOCKWISE, DELAYED, FP8, FP8_CUSTOM, MXFP8, TENSORWISE
 from arguments.mechanisms.format_kinds.nvfp4 import FP4_CUSTOM, NVFP4
-from arguments.mechanisms.support import Rejected
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ def quantized_format(precision: Any) -> QuantizedFormat | None:
 
 def selected(precision: Any, flags: FormatFlags) -> QuantizedFormat:
     """Return the format that the flags of a width select, whether they ask for the width or not."""
-    return next(each for each in QUANTIZED if each.flags is flags and each.key == getattr(precision, flags.recipe))
+    return next(each for each in of_width(flags) if each.key == getattr(precision, flags.recipe))
 
 
 def quantizes_weight_gradients(precision: Any) -> bool:
@@ -100,21 +99,14 @@ def quantizes_weight_gradients(precision: Any) -> bool:
     return fmt is not None and (fmt.flags.wgrad is None or getattr(precision, fmt.flags.wgrad))
 
 
-def rejecting(capability: FormatCapability) -> tuple[tuple[QuantizedFormat, Rejected], ...]:
-    """Return the formats with which flags that demand a capability are rejected, and why."""
-    found = ((each, each.capabilities[capability]) for each in QUANTIZED)
-    return tuple((each, support) for each, support in found if isinstance(support, Rejected))
-
-
-def formats_with(capability: FormatCapability, flags: FormatFlags | None = None) -> tuple[str, ...]:
-    """Return the keys of the formats, of all widths or of one, with which flags that demand a capability act."""
-    return tuple(each.key for each in QUANTIZED if each.supports(capability) and flags in (None, each.flags))
+def of_width(flags: FormatFlags) -> tuple[QuantizedFormat, ...]:
+    """Return the formats of a width."""
+    return tuple(each for each in QUANTIZED if each.flags is flags)
 
 
 def naming_flag(fmt: QuantizedFormat, holds: Callable[[QuantizedFormat], bool]) -> str:
     """Return the destination of the flag that is the reason if something holds for a format: of its width, or of it."""
-    same_width = (each for each in QUANTIZED if each.flags is fmt.flags)
-    return fmt.flags.name if all(map(holds, same_width)) else fmt.flags.recipe
+    return fmt.flags.name if all(map(holds, of_width(fmt.flags))) else fmt.flags.recipe
 
 
 def list_widths(conjunction: str) -> str:

@@ -64,11 +64,6 @@ def get_element_rule(optimizer: Any) -> DeclaredOptimizer:
     return find_optimizer(getattr(optimizer, found.others_follow)) if found.others_follow else found
 
 
-def keys_with(capability: OptimizerCapability, word: str = "and") -> str:
-    """Return the values of --optimizer with which flags that demand a capability act, joined by a word."""
-    return f" {word} ".join(each.key for each in OPTIMIZERS if each.supports(capability))
-
-
 def needs_rule(key: str) -> tuple[str, ...]:
     """Return the conditions, as arguments/needs.py reads them, without which flags of an update rule have no effect."""
     also = [each for each in OPTIMIZERS if key in each.others]

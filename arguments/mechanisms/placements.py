@@ -11,6 +11,7 @@ from typing import Any
 from arguments.mechanisms.placement_kinds.cloned import CLONED
 from arguments.mechanisms.placement_kinds.declaration import DeclaredPlacement, PlacementCapability
 from arguments.mechanisms.placement_kinds.own import OWN
+from arguments.mechanisms.support import rejecting
 
 PLACEMENTS: tuple[DeclaredPlacement, ...] = (
     CLONED,
@@ -33,5 +34,5 @@ def get_placement(moe: Any, ep: int) -> DeclaredPlacement:
 
 def rejected_flags(capability: PlacementCapability) -> tuple[tuple[str, str], ...]:
     """Return destinations of flags that ask for a placement which rejects a capability, with the reasons."""
-    found = ((each.dest, each.reason(capability)) for each in PLACEMENTS if each.rejects(capability))
-    return tuple((dest, reason) for dest, reason in found if dest is not None)
+    found = rejecting(PLACEMENTS, capability)
+    return tuple((each.dest, rejected.reason) for each, rejected in found if each.dest is not None)

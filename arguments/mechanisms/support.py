@@ -1,9 +1,9 @@
 """Whether a mechanism has what a flag demands, and why not."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 
 @dataclass(frozen=True)
@@ -23,18 +23,21 @@ class NoEffect:
 
 Support = Literal[True] | Rejected | NoEffect
 C = TypeVar("C", bound=Enum)
+M = TypeVar("M", bound="Mechanism[Any]")
 
 
 class Mechanism(Generic[C]):
     """What declarations of all kinds of mechanisms have.
 
     Attributes:
+        key: unlike that of all others of the kind; name of its module.
         name: name in messages and in the manual.
         mention: the flag that asks for it, with its value, as a template of Settings.violation.
         capabilities: for each whether it acts, or why not.
         asked_by: the capability of others that flags demand when they ask for it, which is then up to both.
     """
 
+    key: str
     name: str
     mention: str
     capabilities: Mapping[C, Support]
@@ -64,6 +67,17 @@ class Mechanism(Generic[C]):
         """Return why a capability does not act; "" if it does."""
         support = self.capabilities[capability]
         return "" if support is True else support.reason
+
+
+def rejecting(mechanisms: Iterable[M], capability: Enum) -> tuple[tuple[M, Rejected], ...]:
+    """Return the mechanisms with which flags that demand a capability are rejected, and why."""
+    found = ((each, each.capabilities[capability]) for each in mechanisms)
+    return tuple((each, support) for each, support in found if isinstance(support, Rejected))
+
+
+def keys_with(mechanisms: Iterable[Mechanism[C]], capability: C) -> tuple[str, ...]:
+    """Return the keys of the mechanisms with which flags that demand a capability act."""
+    return tuple(each.key for each in mechanisms if each.supports(capability))
 
 
 def support_among(mechanisms: Sequence[Mechanism[C]], mechanism: Mechanism[C], capability: C) -> Support:

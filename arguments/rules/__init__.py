@@ -4,15 +4,16 @@
 follow from several flags, under Megatron's names. One module per topic. A rule is a function of the flat `Settings` and
 the `DerivedSizes` of the pass. Its name begins with `resolve_` (derives values), `note_` (only explains), `check_`
 (yields violations: what is wrong in Megatron-LM too, or in any program) or `limit_` (yields limits of this program,
-which the manual lists). Rules run in order of definition; those of a mechanism, such as a way to choose
-or place experts or an optimizer, are named by its declaration. tests/data/check_sources.json names the rules of
-Megatron-LM (commit d98e8a64, validate_args and TransformerConfig) that the checks follow, megatron_differences.py
-records the deliberate differences, and machine.py has the rules about the machine.
+which the manual lists). Rules run in order of definition; those of a mechanism, such as an optimizer, are found by
+its declaration. tests/data/check_sources.json names the rules of Megatron-LM (commit d98e8a64, validate_args and
+TransformerConfig) that the checks follow, megatron_differences.py records the deliberate differences, and machine.py
+has the rules about the machine.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 from arguments import megatron_differences
 from arguments.mechanisms.optimizers import OPTIMIZERS
@@ -54,23 +55,29 @@ from arguments.settings import Limit, Settings, Violation
 
 __all__ = ["AREAS", "CHECKS", "LIMITS", "RESOLVERS", "check", "derived", "limits", "resolve"]
 
+
+def _rules_of(mechanisms: Iterable[Any]) -> Iterator[ModuleType]:
+    """Return the modules of the mechanisms that have rules."""
+    return (import_module(f"{__name__}.{each.key}") for each in mechanisms if each.has_rules)
+
+
 AREAS = (
     hybrid,
     numbers,
-    *tuple(import_module(f"{__name__}.{each.key}") for each in SELECTIONS if each.has_rules),
+    *tuple(_rules_of(SELECTIONS)),
     sizes,
     mup,
     norms,
     attention,
-    *tuple(import_module(f"{__name__}.{each.key}") for each in SUBLAYERS if each.has_rules),
+    *tuple(_rules_of(SUBLAYERS)),
     lora,
     hyper_connections,
     parallel,
     pipeline,
     router,
     dispatcher,
-    *tuple(import_module(f"{__name__}.{each.key}") for each in OPTIMIZERS if each.has_rules),
-    *tuple(import_module(f"{__name__}.{each.key}") for each in PLACEMENTS if each.has_rules),
+    *tuple(_rules_of(OPTIMIZERS)),
+    *tuple(_rules_of(PLACEMENTS)),
     optimizer,
     precision,
     recompute,

@@ -18,12 +18,12 @@ from arguments.mechanisms.dispatchers import (
     Capability,
     backends_with,
     get_dispatcher,
-    rejecting,
     types_with,
 )
 from arguments.mechanisms.formats import FLAGS, list_widths, quantized_format
 from arguments.mechanisms.selection_kinds.declaration import RoutingCapability
 from arguments.mechanisms.selections import balancing_with
+from arguments.mechanisms.support import rejecting
 from arguments.rules.derived_sizes import DerivedSizes, as_list, balancing_types, positive
 from arguments.rules.graph_limits import captured_parts
 from arguments.settings import Limit, Settings, Violation
@@ -211,7 +211,7 @@ def limit_mxfp8_dispatch(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     selected, width = get_dispatcher(s), s.moe_latent_size or s.hidden_size or 0
     for dest in ("moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype"):
         is_on = s.values[dest] != "bf16"
-        for each, rejected in rejecting(Capability.MXFP8_TRANSPORT):
+        for each, rejected in rejecting(SELECTABLE, Capability.MXFP8_TRANSPORT):
             others = " or ".join(backends_with(Capability.MXFP8_TRANSPORT)) + ", or the alltoall dispatcher"
             if each.backend is None:
                 others = " or ".join(types_with(Capability.MXFP8_TRANSPORT))

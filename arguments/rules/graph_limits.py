@@ -8,13 +8,14 @@ moe_preprocess), moe, full layers, the full iteration.
 from collections.abc import Iterator
 
 from arguments.layer_pattern import MAMBA, hybrid_letters
-from arguments.mechanisms.dispatchers import Capability, get_dispatcher, rejecting
+from arguments.mechanisms.dispatchers import SELECTABLE, Capability, get_dispatcher
 from arguments.mechanisms.format_kinds.declaration import FormatCapability
-from arguments.mechanisms.formats import formats_with
+from arguments.mechanisms.formats import QUANTIZED
 from arguments.mechanisms.placement_kinds.declaration import PlacementCapability
 from arguments.mechanisms.placements import get_placement, rejected_flags
 from arguments.mechanisms.selection_kinds.declaration import RoutingCapability
 from arguments.mechanisms.selections import SELECTIONS
+from arguments.mechanisms.support import keys_with, rejecting
 from arguments.mtp import num_mtp_depths
 from arguments.rules.derived_sizes import DerivedSizes, as_list, moe_pattern
 from arguments.rules.packing import is_packed
@@ -131,7 +132,7 @@ def check_preprocess(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
 def limit_dropless_experts(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
     """Reject what needs token counts on the host, or runs another microbatch between two parts of a graph."""
     is_on = s.num_experts and "moe" in captured_parts(s) and has_fixed_receive_buffer(s) and not _is_padded(s)
-    stored, on_device = stored_weight_format(s, s), " and ".join(formats_with(FormatCapability.DEVICE_COUNTS))
+    stored, on_device = stored_weight_format(s, s), " and ".join(keys_with(QUANTIZED, FormatCapability.DEVICE_COUNTS))
     replaces_weights = stored is not None and stored.library_cannot_hold
     for dest, is_wrong, reason in (
         (
@@ -170,8 +171,8 @@ def limit_experts_exchange(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
         "another microbatch cannot run inside a graph of a layer.",
     )
     selected = get_dispatcher(s)
-    unpadded = [each for each, _ in rejecting(Capability.CAPACITY_PADDING)]
-    for each, rejected in (pair for pair in rejecting(Capability.PADDED_GRAPH) if pair[0] not in unpadded):
+    unpadded = [each for each, _ in rejecting(SELECTABLE, Capability.CAPACITY_PADDING)]
+    for each, rejected in (pair for pair in rejecting(SELECTABLE, Capability.PADDED_GRAPH) if pair[0] not in unpadded):
         yield Limit(
             is_on and f.ep * f.etp > 1 and each is selected,
             f"{{cuda_graph_impl}} cannot capture moe with {each.mention}: {rejected.reason}. Leave one of the two out.",

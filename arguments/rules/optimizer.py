@@ -8,8 +8,9 @@ from collections.abc import Iterator
 
 from arguments.mechanisms.formats import FLAGS
 from arguments.mechanisms.optimizer_kinds.declaration import OptimizerCapability
-from arguments.mechanisms.optimizers import get_optimizer, keys_with
+from arguments.mechanisms.optimizers import OPTIMIZERS, get_optimizer
 from arguments.mechanisms.sublayers import VARIANT
+from arguments.mechanisms.support import keys_with
 from arguments.rules.derived_sizes import DerivedSizes
 from arguments.settings import Limit, Settings, Violation
 
@@ -149,7 +150,7 @@ def check_sharded_optimizer(s: Settings, _f: DerivedSizes) -> Iterator[Violation
             yield s.violation(
                 "{:flag} needs {optimizer:flag} {accepted}, not {optimizer:value}.",
                 dest,
-                accepted=keys_with(OptimizerCapability.FSDP, "or"),
+                accepted=" or ".join(keys_with(OPTIMIZERS, OptimizerCapability.FSDP)),
             )
     is_other_format = s.ckpt_format not in ("torch", "torch_dist")
     if s.use_distributed_optimizer and is_other_format and optimizer.rejects(OptimizerCapability.OTHER_FORMATS):

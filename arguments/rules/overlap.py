@@ -11,7 +11,8 @@ from arguments.mechanisms.dispatchers import Capability, get_dispatcher
 from arguments.mechanisms.format_kinds.eight_bit import GRAD_BUFFER
 from arguments.mechanisms.formats import list_widths, quantized_format
 from arguments.mechanisms.optimizer_kinds.declaration import OptimizerCapability
-from arguments.mechanisms.optimizers import get_optimizer, keys_with
+from arguments.mechanisms.optimizers import OPTIMIZERS, get_optimizer
+from arguments.mechanisms.support import keys_with
 from arguments.rules.derived_sizes import DerivedSizes, as_list
 from arguments.rules.dispatcher import needs_other_type
 from arguments.settings import Limit, Settings, Violation
@@ -154,7 +155,7 @@ def limit_gather_with_optimizer_step(s: Settings, _f: DerivedSizes) -> Iterator[
         and s.use_distributed_optimizer
         and get_optimizer(s).rejects(OptimizerCapability.EARLY_GATHER),
         "{overlap_param_gather_with_optimizer_step} cannot be combined with {optimizer:flag} other than "
-        f"{keys_with(OptimizerCapability.EARLY_GATHER)}.",
+        f"{' and '.join(keys_with(OPTIMIZERS, OptimizerCapability.EARLY_GATHER))}.",
     )
     for other in ("use_megatron_fsdp", GRAD_BUFFER):
         yield Limit(

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 
 from arguments.mechanisms.format_kinds.declaration import FormatCapability
 from arguments.mechanisms.format_kinds.eight_bit import DELAYED
-from arguments.mechanisms.formats import FLAGS, quantized_format, rejecting, selected
+from arguments.mechanisms.formats import FLAGS, QUANTIZED, quantized_format, selected
 from arguments.mechanisms.optimizer_kinds.declaration import OptimizerCapability
-from arguments.mechanisms.optimizers import get_optimizer, keys_with
+from arguments.mechanisms.optimizers import OPTIMIZERS, get_optimizer
+from arguments.mechanisms.support import keys_with, rejecting
 from arguments.rules.derived_sizes import DerivedSizes
 from arguments.rules.optimizer import fully_sharded
 from arguments.settings import Limit, Settings, Violation
@@ -127,7 +128,7 @@ def check_custom_recipe(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
 
 
 def limit_custom_recipe(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
-    for fmt, rejected in rejecting(FormatCapability.PRECISION_FILE):
+    for fmt, rejected in rejecting(QUANTIZED, FormatCapability.PRECISION_FILE):
         yield Limit(
             quantized_format(s) is fmt and s.te_precision_config_file is not None,
             f"{{te_precision_config_file:flag}} cannot be combined with {fmt.mention}: {rejected.reason}.",
@@ -166,7 +167,7 @@ def check_precision_aware_optimizer(s: Settings, _f: DerivedSizes) -> Iterator[V
         if get_optimizer(s).rejects(OptimizerCapability.STATE_FORMATS):
             yield s.violation(
                 "{use_precision_aware_optimizer} needs {optimizer:flag} {accepted}, not {optimizer:value}.",
-                accepted=keys_with(OptimizerCapability.STATE_FORMATS),
+                accepted=" and ".join(keys_with(OPTIMIZERS, OptimizerCapability.STATE_FORMATS)),
             )
         return
     for dest in NARROW_STATE:

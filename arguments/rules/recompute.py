@@ -7,12 +7,13 @@ optimizer offload. Modules that no layer has are a note here, not an error.
 from collections.abc import Iterator
 
 from arguments.mechanisms.format_kinds.declaration import FormatCapability
-from arguments.mechanisms.formats import FLAGS, formats_with, quantized_format, selected
+from arguments.mechanisms.formats import FLAGS, of_width, quantized_format, selected
 from arguments.mechanisms.optimizer_kinds.declaration import OptimizerCapability
 from arguments.mechanisms.optimizers import get_optimizer
 from arguments.mechanisms.placement_kinds.declaration import PlacementCapability
 from arguments.mechanisms.placements import rejected_flags
 from arguments.mechanisms.sublayers import SUBLAYERS, VARIANT, variant_of
+from arguments.mechanisms.support import keys_with
 from arguments.rules.derived_sizes import DerivedSizes, as_list, positive
 from arguments.settings import Limit, Settings, Violation
 
@@ -319,8 +320,9 @@ def check_optimizer_offload(s: Settings, _f: DerivedSizes) -> Iterator[Violation
         yield s.violation("{optimizer_cpu_offload} needs {use_precision_aware_optimizer:flag}.")
     for flags in FLAGS:
         is_rejected = selected(s, flags).rejects(FormatCapability.HOST_OPTIMIZER)
+        accepted = " or ".join(keys_with(of_width(flags), FormatCapability.HOST_OPTIMIZER))
         if getattr(s, flags.param_gather) and is_rejected and optimizer.rejects(OptimizerCapability.HOST_UPDATE_8_BITS):
             yield s.violation(
                 f"{{optimizer_cpu_offload}} with {{{flags.param_gather}}} needs {{{flags.recipe}:flag}} "
-                f"{' or '.join(formats_with(FormatCapability.HOST_OPTIMIZER, flags))}, not {{{flags.recipe}:value}}."
+                f"{accepted}, not {{{flags.recipe}:value}}."
             )

@@ -9,7 +9,6 @@ from moe_trainer.layers.sparse_attention import freeze_all_but_indexers
 from moe_trainer.model.lora import freeze_all_but_adapters
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.parallel.params import freeze_all_but
-from moe_trainer.quantization import iteration
 
 _TRAINED_WITHOUT_BACKBONE = ("embedding", "router", "mlp.experts", "layernorm")
 """Parts of the names of parameters that --freeze-backbone trains."""
@@ -30,6 +29,20 @@ def freeze_backbone(chunks: Sequence[nn.Module]) -> None:
     freeze_all_but(chunks, lambda name: any(part in name for part in _TRAINED_WITHOUT_BACKBONE))
 
 
-def store_quantized_weights(chunks: Sequence[Transformer]) -> int:
-    """Mark the weights of all quantized layers for storage in 8 or 4 bits, and return their number of elements."""
-    return iteration.store_quantized_weights(chunks)
+def store_quantized_weights(chunks: Sequence[nn.Module]) -> int:
+    """Mark the weights of all quantized layers for storage in 8 or 4 bits, and return their number of elements.
+
+    The parameter buffers allocate the bytes, except those of weights that are stored twice.
+    """
+    count = 0
+    for chunk in chunks:
+        for module in chunk.modules():
+            for weight, gemms in getattr(module, "quantized_weights", tuple)():
+                kind = gemms.recipe.weight_class
+                assert kind is not None
+                if weight.shape[-1] % kind.elements_per_byte:
+                    continue  # a row would end within a byte
+                stored = kind.for_param(weight, gemms.recipe.weight, gemms.quantizer, gemms.weight_scale)
+                gemms.stored_weight = weight.stored_weight = stored
+                count += weight.numel()
+    return count

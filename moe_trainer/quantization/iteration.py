@@ -40,25 +40,6 @@ class WeightCastCache:
         return first
 
 
-def store_quantized_weights(chunks: Iterable[nn.Module]) -> int:
-    """Mark the weights of all quantized layers for storage in 8 or 4 bits, and return their number of elements.
-
-    The parameter buffers allocate the bytes, except those of weights that are stored twice.
-    """
-    count = 0
-    for chunk in chunks:
-        for module in chunk.modules():
-            for weight, gemms in getattr(module, "quantized_weights", tuple)():
-                kind = gemms.recipe.weight_class
-                assert kind is not None
-                if weight.shape[-1] % kind.elements_per_byte:
-                    continue  # a row would end within a byte
-                stored = kind.for_param(weight, gemms.recipe.weight, gemms.quantizer, gemms.weight_scale)
-                gemms.stored_weight = weight.stored_weight = stored
-                count += weight.numel()
-    return count
-
-
 def find_quantized_gemms(chunk: nn.Module) -> tuple[QuantizedGemms, ...]:
     """Return the quantized GEMMs of a chunk in model order. The builder stores them as `chunk.quantized`."""
     return tuple(module for module in chunk.modules() if isinstance(module, QuantizedGemms))

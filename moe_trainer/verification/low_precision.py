@@ -19,7 +19,7 @@ from types import MappingProxyType
 from arguments.container import flags_of
 from arguments.mechanisms.dispatchers import ALLTOALL
 from arguments.mechanisms.format_kinds.declaration import FormatCapability
-from arguments.mechanisms.formats import BY_KEY, FLAGS, QUANTIZED, TRANSPORT, UNPROVABLE
+from arguments.mechanisms.formats import BY_KEY, FLAGS, TRANSPORT, UNPROVABLE, of_width
 from arguments.mechanisms.selections import SPLITS
 from arguments.settings import Settings
 from moe_trainer.verification.mapping import ParallelMapping
@@ -61,7 +61,7 @@ def comparable_fp8_options(
         note = f"{names}: left out; scales and blocks of packed sequences depend on their padding"
         return {**WITHOUT_FP8, **dict.fromkeys((*_OTHERS, *transport))}, [note]
     if other:
-        reason = next(each for each in QUANTIZED if each.flags is other).reason(FormatCapability.PROOF)
+        reason = of_width(other)[0].reason(FormatCapability.PROOF)
         return {**WITHOUT_FP8, **dict.fromkeys(_OTHERS)}, [f"--{other.name}-format: left out; {reason}"]
     if not values.get("fp8"):
         return dict(WITHOUT_FP8), []

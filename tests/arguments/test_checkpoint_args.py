@@ -148,6 +148,8 @@ def test_flags_that_number_layers_are_those_of_sublayers_in_a_pattern():
     assert "--no-rope-freq numbers its layers" in (numbering_difference(recorded, other) or "")
     unset, none = ({**args.as_dict(), "no_rope_freq": value} for value in (None, [0] * 8))
     assert numbering_difference(unset, none) is None
+    in_depth = [{"hybrid_layer_pattern": "*-*-/*-", "no_rope_freq": [0, 0, 1, 1, each, 0]} for each in (0, 1)]
+    assert "[0, 1, 0] in the checkpoint, and [0, 1, 1]" in (numbering_difference(*in_depth) or "")
 
 
 def test_stages_of_a_pattern_are_the_runs_own():

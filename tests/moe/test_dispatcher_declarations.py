@@ -1,13 +1,11 @@
 """Declarations of dispatchers: complete, equal to flags and modules; what a new one needs, in a copy of the sources."""
 
-import importlib
 import inspect
 import json
-import pkgutil
-from dataclasses import replace
 
 import pytest
 from moe.linked_sources import link_sources, run_linked
+from structure.declared import classes_of, leave_out
 
 from arguments.container import OPTIONS
 from arguments.mechanisms import dispatchers
@@ -70,11 +68,7 @@ def test_every_dispatcher_has_a_module_and_a_value_of_the_flags():
     """The choices of both flags, the declarations, and the modules with their classes are the same set."""
     assert OPTIONS[dispatchers.TYPE].choices == dispatchers.TYPES
     assert OPTIONS[dispatchers.BACKEND].choices == tuple(dispatchers.BACKENDS)
-    modules = [
-        importlib.import_module(f"{dispatch.__name__}.{info.name}") for info in pkgutil.iter_modules(dispatch.__path__)
-    ]
-    classes = [each for module in modules for each in vars(module).values() if inspect.isclass(each)]
-    made = {each for each in classes if issubclass(each, TokenDispatcher) and each is not TokenDispatcher}
+    made = {each for each in classes_of(dispatch) if issubclass(each, TokenDispatcher) and each is not TokenDispatcher}
     declared = {each.__module__: each.declaration for each in made}
     assert declared == {load_module(each).__name__: each for each in DISPATCHERS} and len(made) == len(declared)
     for each in DISPATCHERS:
@@ -86,10 +80,8 @@ def test_every_dispatcher_has_a_module_and_a_value_of_the_flags():
 
 
 def test_capability_that_a_declaration_leaves_out_is_an_error():
-    declared = dict(ALLTOALL.capabilities)
-    del declared[Capability.NUM_SMS]
     with pytest.raises(TypeError, match="alltoall leaves out NUM_SMS"):
-        replace(ALLTOALL, capabilities=declared)
+        leave_out(ALLTOALL, Capability.NUM_SMS)
 
 
 def test_refused_padding_names_every_backend_that_pads():

@@ -1,13 +1,11 @@
 """Declarations of placements: complete, equal to modules, chosen by flags that nothing else reads."""
 
-import importlib
-import inspect
-import pkgutil
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from moe.layers import sections
+from structure.declared import classes_of, leave_out
 from structure.source import ROOT, source_files
 
 from arguments.container import OPTIONS
@@ -23,12 +21,7 @@ PLANS = "moe_trainer/estimate/pieces.py"
 
 
 def test_every_placement_has_a_module():
-    modules = [
-        importlib.import_module(f"{placement.__name__}.{each.name}")
-        for each in pkgutil.iter_modules(placement.__path__)
-    ]
-    classes = [each for module in modules for each in vars(module).values() if inspect.isclass(each)]
-    found = {each for each in classes if issubclass(each, ExpertPlacement)}
+    found = {each for each in classes_of(placement) if issubclass(each, ExpertPlacement)}
     assert {each.declaration.key for each in found} == {each.key for each in PLACEMENTS}
     for each in PLACEMENTS:
         assert each.dest is None or each.dest in OPTIONS
@@ -57,9 +50,8 @@ def test_only_its_own_modules_read_the_flag_of_a_placement():
 
 def test_declarations_leave_no_capability_out():
     for capability in PlacementCapability:
-        rest = {key: value for key, value in OWN.capabilities.items() if key is not capability}
         with pytest.raises(TypeError, match=capability.name):
-            replace(OWN, capabilities=rest)
+            leave_out(OWN, capability)
         for dest, reason in rejected_flags(capability):
             assert dest in OPTIONS and reason
 

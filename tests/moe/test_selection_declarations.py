@@ -1,15 +1,13 @@
 """Declarations of selections: complete, equal to flags and modules; what a new one needs, in a copy of the sources."""
 
-import importlib
 import inspect
 import itertools
 import json
-import pkgutil
-from dataclasses import replace
 
 import pytest
 from moe.layers import build_layer, sections
 from moe.linked_sources import link_sources, run_linked
+from structure.declared import classes_of, leave_out
 from structure.source import source_files
 
 from arguments.container import OPTIONS
@@ -91,12 +89,9 @@ TINY = (
 
 
 def test_every_selection_has_a_module_with_a_class_and_a_value_of_its_flag():
-    modules = [
-        importlib.import_module(f"{selections.__name__}.{info.name}")
-        for info in pkgutil.iter_modules(selections.__path__)
-    ]
-    classes = {each for module in modules for each in vars(module).values() if inspect.isclass(each)}
-    made = {each for each in classes if issubclass(each, ExpertSelection) and "declaration" in vars(each)}
+    made = {
+        each for each in classes_of(selections) if issubclass(each, ExpertSelection) and "declaration" in vars(each)
+    }
     found = {each.__module__: each.declaration for each in made}
     assert found == {load_module(each).__name__: each for each in SELECTIONS} and len(made) == len(found)
     assert OPTIONS[BALANCING].choices == declared.BALANCING_KINDS
@@ -107,10 +102,8 @@ def test_every_selection_has_a_module_with_a_class_and_a_value_of_its_flag():
 
 
 def test_capability_that_a_declaration_leaves_out_is_an_error():
-    capabilities = dict(TOPK.capabilities)
-    del capabilities[RoutingCapability.GROUPS]
     with pytest.raises(TypeError, match="top-k leaves out GROUPS"):
-        replace(TOPK, capabilities=capabilities)
+        leave_out(TOPK, RoutingCapability.GROUPS)
 
 
 def test_only_the_first_layers_are_those_of_the_table():

@@ -1,11 +1,7 @@
 """Declarations of optimizers: complete, and equal to flags, modules, states and what the program rejects."""
 
-import importlib
-import inspect
-import pkgutil
-from dataclasses import replace
-
 import pytest
+from structure.declared import classes_of, leave_out
 from structure.source import source_files
 from toy import Toy, build_training, train_step
 
@@ -50,12 +46,7 @@ REJECTED = {
 
 
 def test_every_optimizer_has_a_module_with_a_rule_and_a_value_of_its_flag():
-    modules = [
-        importlib.import_module(f"{update_rules.__name__}.{info.name}")
-        for info in pkgutil.iter_modules(update_rules.__path__)
-    ]
-    classes = {each for module in modules for each in vars(module).values() if inspect.isclass(each)}
-    found = {each.__module__: each.declaration for each in classes if "declaration" in vars(each)}
+    found = {each.__module__: each.declaration for each in classes_of(update_rules) if "declaration" in vars(each)}
     assert found == {load_module(each).__name__: each for each in OPTIMIZERS}
     assert OPTIONS[OPTIMIZER].choices == NAMES and OPTIONS[OPTIMIZER].default == OPTIMIZERS[0].key
     for each in OPTIMIZERS:
@@ -67,10 +58,8 @@ def test_every_optimizer_has_a_module_with_a_rule_and_a_value_of_its_flag():
 
 
 def test_capability_that_a_declaration_leaves_out_is_an_error():
-    capabilities = dict(ADAM.capabilities)
-    del capabilities[OptimizerCapability.FSDP]
     with pytest.raises(TypeError, match="Adam leaves out FSDP"):
-        replace(ADAM, capabilities=capabilities)
+        leave_out(ADAM, OptimizerCapability.FSDP)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda each: each.key)

@@ -1,15 +1,15 @@
 """Declarations of number formats: complete, equal to flags and modules, and true of the recipes."""
 
 import pkgutil
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from structure.declared import leave_out
 
 from arguments.container import OPTIONS
 from arguments.mechanisms import formats
 from arguments.mechanisms.format_kinds.declaration import CUSTOM, FormatCapability
-from arguments.mechanisms.formats import FLAGS, QUANTIZED, quantized_format
+from arguments.mechanisms.formats import FLAGS, QUANTIZED, of_width, quantized_format
 from arguments.mechanisms.support import NoEffect, Rejected
 from arguments.precision import PrecisionArgs
 from arguments.stored_weights import stored_weight_format
@@ -27,7 +27,7 @@ def selecting(fmt, **others):
 
 def test_flags_declarations_and_modules_are_the_same_set():
     for flags in FLAGS:
-        keys = {each.key for each in QUANTIZED if each.flags is flags}
+        keys = {each.key for each in of_width(flags)}
         assert set(OPTIONS[flags.recipe].choices) == keys and OPTIONS[flags.name].choices == flags.values
         assert {flags.factory, flags.param_gather, *filter(None, (flags.wgrad,)), *flags.displaced} <= set(OPTIONS)
         assert Hardware.__dataclass_fields__[flags.name].type == "float", "a device has a rate for each width"
@@ -63,10 +63,8 @@ def test_recipes_are_what_is_declared(fmt):
 
 
 def test_a_declaration_says_everything():
-    fmt = MADE[0]
-    incomplete = {each: support for each, support in fmt.capabilities.items() if each is not FormatCapability.PROOF}
     with pytest.raises(TypeError, match="fp8 delayed leaves out PROOF"):
-        replace(fmt, capabilities=incomplete)
+        leave_out(MADE[0], FormatCapability.PROOF)
     for each in QUANTIZED:
         for support in each.capabilities.values():
             assert support is True or isinstance(support, Rejected | NoEffect) and support.reason

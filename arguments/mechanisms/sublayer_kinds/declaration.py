@@ -18,8 +18,6 @@ class Sublayer:
         variant: value of --experimental-attention-variant that selects it; None if other flags or letters do.
         old_variants: earlier spellings of that value.
         unbuilt_variants: values for relatives of it that are not built, with which its rules hold too.
-        input_projection: linear of a layer that stores the norm before it in Transformer Engine's checkpoints; "" if
-            that is stored alone.
         in_some_layers: --linear-attention-freq says which layers have it; the others have softmax attention.
         has_delta_rule: its state is a matrix that the delta rule updates.
         decays_by_channel: the state decays at a rate for each channel of a key, not at one rate.
@@ -44,7 +42,6 @@ class Sublayer:
     variant: str | None = None
     old_variants: tuple[str, ...] = ()
     unbuilt_variants: tuple[str, ...] = ()
-    input_projection: str = ""
     in_some_layers: bool = False
     has_delta_rule: bool = False
     decays_by_channel: bool = False

@@ -2,5 +2,5 @@
 
 from arguments.mechanisms.sublayer_kinds.declaration import Sublayer
 
-MLP = Sublayer(key="mlp", name="feed-forward", letter="-", input_projection="mlp.linear_fc1", has_legacy_places=True)
+MLP = Sublayer(key="mlp", name="feed-forward", letter="-", has_legacy_places=True)
 EXPERTS = Sublayer(key="experts", name="experts", letter="E", has_legacy_places=True)

@@ -10,7 +10,6 @@ GATED_DELTA_NET = Sublayer(
     variant="gdn",
     old_variants=("gated_delta_net",),
     unbuilt_variants=("gdn2",),
-    input_projection="self_attention.in_proj",
     in_some_layers=True,
     has_delta_rule=True,
     kernel="delta-rule",

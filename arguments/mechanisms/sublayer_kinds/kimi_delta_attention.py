@@ -7,7 +7,6 @@ KIMI_DELTA_ATTENTION = Sublayer(
     name="Kimi delta attention",
     built_by="kimi_delta_attention.KimiDeltaAttention",
     variant="kda",
-    input_projection="self_attention.in_proj",
     in_some_layers=True,
     has_delta_rule=True,
     decays_by_channel=True,

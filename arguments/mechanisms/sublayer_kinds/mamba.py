@@ -7,6 +7,5 @@ MAMBA = Sublayer(
     name="Mamba-2",
     built_by="mamba.MambaMixer",
     letter="M",
-    input_projection="mixer.in_proj",
     has_legacy_places=True,
 )

@@ -7,7 +7,6 @@ SHORT_CONVOLUTION = Sublayer(
     name="short convolution",
     built_by="short_convolution.ShortConvolution",
     variant="short_conv",
-    input_projection="self_attention.in_proj",
     in_some_layers=True,
     is_upstream=False,
 )

@@ -7,6 +7,5 @@ SOFTMAX_ATTENTION = Sublayer(
     name="softmax attention",
     built_by="attention.SelfAttention",
     letter="*",
-    input_projection="self_attention.linear_qkv",
     has_legacy_places=True,
 )

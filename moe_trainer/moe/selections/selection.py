@@ -2,7 +2,6 @@
 
 There is one file per selection in this package, listed by arguments/mechanisms/selections.py. The router builds one
 and never asks which.
-never asks which.
 
 Shape letters: T tokens, E experts, K top-k, V token ids.
 """
