@@ -96,11 +96,13 @@ def check_hybrid_pattern(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
         yield s.violation("{hybrid_override_pattern} is the old name of {hybrid_layer_pattern}: give the second one.")
     decoder, inside = hybrid_letters(pattern), mtp_letters(pattern)
     letters = decoder + inside.replace(STAGE, "")
-    if set(letters) - set(BY_LETTER) or not decoder:
+    unknown = "".join(dict.fromkeys(letter for letter in letters if letter not in BY_LETTER))
+    if unknown or not decoder:
         yield s.violation(
-            "{hybrid_layer_pattern} must have one letter per layer: M (Mamba-2), G (gated DeltaNet), * (attention), D "
-            "(sparse latent attention), + (latent attention), - (feed-forward) or E (experts), | between pipeline "
-            "stages, and / before each depth of multi-token prediction."
+            "{hybrid_layer_pattern} must have one letter per layer{unknown}: M (Mamba-2), G (gated DeltaNet), * "
+            "(attention), D (sparse latent attention), + (latent attention), - (feed-forward) or E (experts), | "
+            "between pipeline stages, and / before each depth of multi-token prediction.",
+            unknown=f", not {unknown!r}" if unknown else " of the decoder",
         )
     other = next((depth for depth in mtp_depths(pattern) if depth != inside), None)
     if other is not None:
@@ -146,7 +148,11 @@ def _head_problems(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
             return
         heads = 2 * s.hidden_size // s.mamba_head_dim
     if not divides(s.mamba_num_groups, heads):
-        yield s.violation("{mamba_num_groups} must divide the {heads} heads of a Mamba layer.", heads=heads)
+        yield s.violation(
+            "{mamba_num_groups} must divide the {heads} heads of a Mamba layer ({source}).",
+            heads=heads,
+            source="--mamba-num-heads" if s.mamba_num_heads else "2 x --hidden-size / --mamba-head-dim",
+        )
     if not divides(f.tp * f.largest_cp, s.mamba_num_groups):
         yield s.violation(
             "{mamba_num_groups} must be a multiple of {ranks} ({tensor_model_parallel_size} * {cp} context-parallel "
