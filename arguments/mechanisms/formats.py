@@ -94,7 +94,7 @@ def selected(precision: Any, flags: FormatFlags) -> QuantizedFormat:
 
 
 def quantizes_weight_gradients(precision: Any) -> bool:
-    """Return whether the GEMMs of weight gradients are quantized, in which format ever."""
+    """Return whether the GEMMs of weight gradients are quantized, in whatever format."""
     fmt = quantized_format(precision)
     return fmt is not None and (fmt.flags.wgrad is None or getattr(precision, fmt.flags.wgrad))
 

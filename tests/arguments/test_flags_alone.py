@@ -8,6 +8,7 @@ from arguments import recipe
 from arguments.container import OPTIONS
 from arguments.machine import check_machine
 from arguments.mechanisms.formats import FLAGS
+from arguments.mechanisms.selections import SPLITS
 from arguments.needs import FACTS, notes_about
 from arguments.parse import resolve_command_line
 
@@ -139,3 +140,16 @@ def test_every_flag_acts_is_refused_or_is_noted():
     silent = {dest for dest, option in OPTIONS.items() if "silent" in outcomes(option, base)}
     assert silent - ALONE - STATED == set(), "no effect and no note: see flag(needs=...); or they act alone: see ALONE"
     assert (ALONE | STATED) - silent == set(), "these are refused or noted when they are given alone"
+
+
+def test_every_flag_of_experts_is_refused_or_noted_without_experts():
+    base = [
+        *"--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64".split(),
+        *"--position-embedding-type rope --disable-bias-linear --micro-batch-size 1 --lr 1e-4 --train-iters 4".split(),
+        *"--mock-data --tokenizer-type NullTokenizer --vocab-size 100".split(),
+    ]
+    assert not resolve_command_line(base, 1)[1]
+    of_experts = [option for option in OPTIONS.values() if option.section == "moe"]
+    silent = {option.dest for option in of_experts if "silent" in outcomes(option, base)}
+    bring_experts = {dest for split in SPLITS for dest in (split.width_shares, split.slices)}
+    assert silent - bring_experts == set(), 'say flag(..., needs="num_experts")'

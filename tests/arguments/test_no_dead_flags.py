@@ -6,6 +6,7 @@ from pathlib import Path
 
 from arguments import flag_status
 from arguments.container import OPTIONS
+from arguments.mechanisms.formats import FLAGS
 from arguments.mechanisms.optimizers import OPTIMIZERS
 
 ROOT = Path(__file__).parents[2]
@@ -25,8 +26,10 @@ USED_BY_THE_PROGRAM = (
 """Modules of `arguments` that compute what the model is built from, and where its data are."""
 READ_BY_PATTERN = {"train_data_path", "valid_data_path", "test_data_path", "moe_upcycling_expert_init"}
 """Read as f"{split}_data_path" in arguments/blend.py, and by key in checkpoint/upcycling.py."""
-READ_BY_DECLARATION = {each.others_follow for each in OPTIMIZERS}
-"""Read by the name that a declaration has."""
+READ_BY_DECLARATION = {each.others_follow for each in OPTIMIZERS} | {
+    dest for each in FLAGS for dest in (each.recipe, each.factory, each.param_gather, each.wgrad)
+}
+"""Read by the name that a declaration has; see also `named_by_declarations`."""
 READ_FOR_THE_RECORD = {
     "use_gigatoken",  # part of the tokenizer's identity in the names of index files, as in Megatron
     "local_rank",  # what is read is the launch environment's attribute of this name
@@ -72,10 +75,18 @@ def section_properties(path: Path) -> list[tuple[str, set[str]]]:
     ]
 
 
+def named_by_declarations() -> set[str]:
+    """Destinations that are constants in modules of declarations (NAME = "dest"), which read flags by them."""
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "arguments/mechanisms").rglob("*.py")]
+    values = [node.value for tree in trees for node in tree.body if isinstance(node, ast.Assign)]
+    items = [item for value in values for item in (value.elts if isinstance(value, ast.Tuple) else [value])]
+    return {item.value for item in items if isinstance(item, ast.Constant) and item.value in OPTIONS}
+
+
 def test_flags_that_act_are_read_by_the_program():
-    read = read_attribute_names()
+    read = {*read_attribute_names(), *named_by_declarations()}
     acting = {dest for dest in OPTIONS if flag_status.get_flag_status(dest)[0] == "acts"}
-    dead = acting - set(read) - READ_BY_ARGUMENTS - READ_BY_PATTERN - READ_BY_DECLARATION
+    dead = acting - read - READ_BY_ARGUMENTS - READ_BY_PATTERN - READ_BY_DECLARATION
     assert sorted(dead) == [], "these flags are said to act, and nothing reads them: see arguments/flag_status.py"
 
 
