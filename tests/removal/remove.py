@@ -235,6 +235,7 @@ def drop_rows(folder: Path, spec: Spec) -> Iterator[str]:
             (folder / name).write_bytes(gzip.compress(json.dumps(after).encode()))
             yield f"{name}: records"
     yield from _drop_mutants(folder, is_gone)
+    _drop_lines_of_other_specs(folder, spec)
 
 
 def _kept_rows(rows: list[str], is_gone: Callable[[str], bool]) -> list[str]:
@@ -274,6 +275,20 @@ def _is_record_of(value: object, spec: Spec) -> bool:
     if isinstance(value, list):
         return bool(value) and _is_record_of(value[0], spec)
     return isinstance(value, str) and spec.is_named(value)
+
+
+def _drop_lines_of_other_specs(folder: Path, spec: Spec) -> None:
+    """Leave out of other specifications what went with this feature: files, and lines that name it or were in them."""
+    for path in (folder / HERE.relative_to(ROOT)).glob("*.yaml"):
+        other = yaml.safe_load(path.read_text(encoding="utf-8"))
+        for key in ("files", "allowed", "tests"):
+            other[key] = [each for each in other.get(key, ()) if (folder / each).exists()]
+        other["lines"] = {
+            name: [line for line in lines if not spec.is_named(line)]
+            for name, lines in other.get("lines", {}).items()
+            if (folder / name).exists()
+        }
+        path.write_text(yaml.safe_dump(other, sort_keys=False, width=1000), encoding="utf-8")
 
 
 def _drop_mutants(folder: Path, is_gone: Callable[[str], bool]) -> Iterator[str]:
