@@ -4,6 +4,7 @@ import logging
 import sys
 from collections import Counter
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -465,7 +466,7 @@ def test_device_counts_are_enabled_only_within_the_context():
     receive = ReceiveBudget("layer", 1.0, 2)
     receive.allows_device_counts = True
     receive.allocate_flag(torch.device("cpu"))
-    layer = type("Layer", (), {"budget": receive, "activations": ActivationPolicy()})
+    layer = SimpleNamespace(receive=SimpleNamespace(budgets=[receive]), activations=ActivationPolicy())
     chunk = type("Chunk", (), {"moe_layers": lambda self: [layer]})()
     assert not receive.counts_on_device
     with receive_scope([chunk]):

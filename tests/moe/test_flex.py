@@ -241,7 +241,7 @@ def _layer(rank, ps, recorded, version, changes):
     flex, signatures = flex_dispatcher(recorded, version, ps, **changes)
     results = []
     for dispatcher in (layer.dispatcher, flex):
-        layer.dispatcher = dispatcher
+        layer.set_dispatcher(dispatcher)
         layer.zero_grad()
         xs = [
             torch.randn(8, 1, HIDDEN, generator=torch.Generator().manual_seed(2 * rank + i)).requires_grad_()
