@@ -73,8 +73,14 @@ start_again() {
     else
         echo "requeued: attempt $((attempt + 1)) starts when nodes are free, at the earliest after SLURM's delay of about two minutes." \
             "(Messages of slurmstepd about a cancelled step or job are expected.)"
-        # SLURM kills this shell; bash must not report that
-        if scontrol requeue "$SLURM_JOB_ID"; then { sleep 60; } 2>/dev/null; else echo "error: SLURM did not requeue it; submitting the same command resumes"; fi
+        # SLURM then signals all processes of the job: scontrol must live to report its success, and bash must not report the signal
+        local signaled=
+        trap 'signaled=1' TERM
+        if (trap '' TERM && exec scontrol requeue "$SLURM_JOB_ID"); then
+            [ -n "$signaled" ] || { sleep 60; } 2>/dev/null
+        else
+            echo "error: SLURM did not requeue it; submitting the same command resumes"
+        fi
     fi
 }
 

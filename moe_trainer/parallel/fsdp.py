@@ -63,22 +63,26 @@ class FullSharding:
         """Replace the parameters of a chunk by DTensors, which take over the ParamInfo of the old ones.
 
         Args:
-            layers: units.
-            apart: further units.
+            layers: units, in the order of their forwards.
+            apart: further units, whose forwards come before.
         """
         infos = {name: get_param_info(param) for name, param in chunk.named_parameters()}
-        for unit in apart:
-            self._shard(unit, "dense")
+        units = [self._shard(unit, "dense") for unit in apart]
         for unit in layers:
-            for experts in expert_modules(unit):
-                self._shard(experts, "expert")
-            self._shard(unit, "dense")
-        self._shard(chunk, "dense")
+            units += [self._shard(experts, "expert") for experts in expert_modules(unit)]
+            units.append(self._shard(unit, "dense"))
+        units.append(self._shard(chunk, "dense"))
+        # By default torch goes back from the last unit of the last forward. Where several microbatches are in flight,
+        # the first unit then prefetches the last one of another microbatch, which nothing waits for: a wasted
+        # all-gather, and memory that the next one may overwrite while it is received. The first unit names itself,
+        # which is gathered then, because an empty list means the default.
+        for unit, previous in zip(units, units[:1] + units[:-1], strict=True):
+            unit.set_modules_to_backward_prefetch([previous])
         for name, param in chunk.named_parameters():
             param.info = infos[name]  # type: ignore[attr-defined]
         chunk.register_forward_hook(_reshard_after_eval)
 
-    def _shard(self, module: nn.Module, kind: str) -> None:
+    def _shard(self, module: nn.Module, kind: str) -> Any:
         inner, outer = self._groups[kind]
         params = [param for param in module.parameters() if not isinstance(param, DTensor)]
         for param in params:
@@ -99,6 +103,7 @@ class FullSharding:
         fsdp.set_custom_reduce_scatter(_ReduceScatter(inner))
         if outer.size > 1 and self._reduces_outer:
             fsdp.set_all_reduce_hook(functools.partial(collectives.all_reduce, group=outer))
+        return fsdp
 
 
 def expert_modules(unit: nn.Module) -> Iterator[nn.Module]:

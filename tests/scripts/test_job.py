@@ -55,7 +55,9 @@ class Job:
         """Attempt `number`: srun prints errors and the ranks leave with `code`, after saving iteration `saved`; SLURM reports `state`. Returns the ended job script."""
         save = "" if saved is None else f"echo {saved} >{self.tracker}"
         make_fake_program(self.bin, "srun", save, *(f"echo '{error}' >&2" for error in errors), f"exit {code}")
-        make_fake_program(self.bin, "scontrol", f"[ $1 != show ] || echo JobId=7 JobState={state} Dependency=")
+        show = f"[ $1 != show ] || echo JobId=7 JobState={state} Dependency="
+        # SLURM signals all processes of a requeued job, maybe before scontrol has ended
+        make_fake_program(self.bin, "scontrol", show, "[ $1 != requeue ] || kill -TERM $PPID $$")
         for name in ("srun", "scontrol", "scancel"):
             (self.bin / f"{name}.calls").unlink(missing_ok=True)
         slurm = dict(
@@ -85,7 +87,7 @@ def test_job_is_requeued_by_exit_code_and_state(tmp_path, code, state, again):
     job = Job(tmp_path)
     done = job.attempt(code=code, state=state)
     assert job.requeued == again, done.stdout + done.stderr
-    assert done.returncode == code
+    assert done.returncode == code and "did not requeue" not in done.stdout
 
 
 def write_recipe(folder, **variables):
