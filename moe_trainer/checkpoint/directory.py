@@ -63,6 +63,11 @@ def staging_path(directory: Path, iteration: int, kind: str) -> Path:
 MAX_ITERATION_DIGITS = 18
 
 
+def is_same_folder(first: str | Path, second: str | Path) -> bool:
+    """Whether two paths name the same folder, which need not exist."""
+    return os.path.realpath(first) == os.path.realpath(second)
+
+
 def read_tracker(directory: Path) -> int | str | None:
     """Return the tracker's iteration, or "release", or None without a tracker.
 

@@ -20,6 +20,7 @@ from moe_trainer.checkpoint.directory import (
     TRACKER,
     complete_iterations,
     folder_name,
+    is_same_folder,
     recover_interrupted_rename,
     tokenizer_files,
 )
@@ -249,6 +250,20 @@ def _nothing_to_load(directory: Path, options: LoadOptions, ps: ParallelState) -
     if ps.world.rank == 0:
         logger.warning("WARNING: could not find the metadata file %s", directory / TRACKER)
         logger.warning("    will not load any checkpoints and will start from random")
+        save = options.args.get("save")
+        if save is None or not is_same_folder(directory, save):  # else the run may be its own first part
+            logger.warning("%s", "\n".join(_describe_random_start(directory, options)))
+
+
+def _describe_random_start(directory: Path, options: LoadOptions) -> list[str]:
+    """Return the lines of a warning that stands out among those of a start."""
+    found = "this folder has no checkpoint" if directory.is_dir() else "there is no such folder"
+    lines = [f"--load {directory}: {found}.", "THIS RUN TRAINS FROM RANDOM WEIGHTS, not from a trained model."]
+    if options.finetune:
+        lines.append("--finetune has nothing to start from.")
+    lines.append("--exit-on-missing-checkpoint ends such a run instead.")
+    rule = "!" * max(map(len, lines))
+    return [f"!!! {line}" for line in (rule, *lines, rule)]
 
 
 def _device(chunks: Sequence[Any]) -> torch.device:

@@ -19,6 +19,7 @@ from arguments.blend import SPLIT_NAMES, Blend, get_blends_per_split, get_common
 from arguments.data import DEFAULT_SPLIT
 from arguments.mechanisms.optimizers import get_optimizer
 from arguments.vocabulary import choose_padded_vocab_size
+from moe_trainer.checkpoint.directory import is_same_folder
 from moe_trainer.data.blend import normalize
 from moe_trainer.data.document_sources import open_sources
 from moe_trainer.data.fingerprint import make_fingerprint, warn_of_training_text
@@ -289,7 +290,7 @@ class _Check:
     def loaded(self) -> None:
         """Find the checkpoints and weights from which the run starts."""
         output = self.args.output
-        is_own = output.save and output.load and os.path.abspath(output.save) == os.path.abspath(output.load)
+        is_own = output.save and output.load and is_same_folder(output.save, output.load)
         for flag, folder in (("--load", output.load), ("--pretrained-checkpoint", output.pretrained_checkpoint)):
             if folder is None:
                 continue
@@ -302,7 +303,7 @@ class _Check:
                 self.lines.append(f"{flag} {folder}: {found}")
             elif flag == "--load" and not self._needs_checkpoint():
                 base = output.pretrained_checkpoint
-                start = f"--pretrained-checkpoint {base}" if base else "random weights"
+                start = f"--pretrained-checkpoint {base}" if base else "RANDOM WEIGHTS"
                 line = f"{flag} {folder}: {_describe_missing(folder)}; the run starts from {start}"
                 if not is_own and not base:
                     line = f"WARNING: {line} (--exit-on-missing-checkpoint ends it instead)"
@@ -313,9 +314,9 @@ class _Check:
             self._add_problem("--init-from", f"--init-from {output.init_from}: there is no such file")
 
     def _needs_checkpoint(self) -> bool:
-        """Return whether a missing --load checkpoint ends the run, instead of starting from random weights."""
+        """Return whether a missing --load checkpoint ends the run: nothing else gives it weights."""
         output = self.args.output
-        return (
+        return output.pretrained_checkpoint is None and (
             self.args.is_eval_only
             or output.exit_on_missing_checkpoint
             or output.ckpt_convert_format is not None

@@ -7,14 +7,13 @@ are dropped.
 """
 
 import logging
-import os
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
 from arguments import Arguments
-from moe_trainer.checkpoint.directory import complete_iterations
+from moe_trainer.checkpoint.directory import complete_iterations, is_same_folder
 from moe_trainer.checkpoint.errors import DamagedError
 from moe_trainer.checkpoint.manager import check_writable, latest_iteration, load
 from moe_trainer.checkpoint.options import CheckpointState, LoadedState, LoadOptions
@@ -156,7 +155,7 @@ def _resume(run: BaseRun, tokenizer: Tokenizer, has_initial_weights: bool) -> tu
     if loaded is None or finetune or loaded.weights_only:
         _check_total_limit(run)
         return run, state if loaded is None or finetune else _at_iteration(state, run)
-    if output.save is not None and _is_same_folder(loaded.folder.parent, output.save):  # then all there is of this run
+    if output.save is not None and is_same_folder(loaded.folder.parent, output.save):  # then all there is of this run
         iteration = folder_iteration(loaded.folder)
         protected = frozenset() if iteration is None else frozenset([iteration])
         run = replace(run, save_options=replace(run.save_options, protected=protected))
@@ -183,10 +182,6 @@ def _resume(run: BaseRun, tokenizer: Tokenizer, has_initial_weights: bool) -> tu
         ),
         run,
     )
-
-
-def _is_same_folder(first: Path, second: str) -> bool:
-    return os.path.realpath(first) == os.path.realpath(second)
 
 
 def _at_iteration(state: TrainState, run: BaseRun) -> TrainState:

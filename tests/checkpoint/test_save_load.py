@@ -164,6 +164,14 @@ def test_empty_load_folder_starts_from_random_weights(tmp_path, caplog):
     model = FakeModel()
     assert load(tmp_path, [model], None, SINGLE, OPTIONS) is None
     assert "could not find the metadata file" in caplog.text and "will start from random" in caplog.text
+    assert f"!!! --load {tmp_path}: this folder has no checkpoint." in caplog.text
+    assert "!!! THIS RUN TRAINS FROM RANDOM WEIGHTS" in caplog.text and "--finetune" not in caplog.text
+    load(tmp_path / "none", [model], None, SINGLE, replace(OPTIONS, finetune=True))
+    assert f"{tmp_path / 'none'}: there is no such folder." in caplog.text and "!!! --finetune has" in caplog.text
+    caplog.clear()
+    (tmp_path / "link").symlink_to(tmp_path)  # the first start of a run that continues itself
+    load(tmp_path, [model], None, SINGLE, replace(OPTIONS, args=RECORD | {"save": str(tmp_path / "link")}))
+    assert "will start from random" in caplog.text and "!!!" not in caplog.text
     with pytest.raises(CheckpointError, match="--exit-on-missing-checkpoint"):
         load(tmp_path, [model], None, SINGLE, replace(OPTIONS, exit_on_missing=True))
     assert latest_iteration(tmp_path) is None

@@ -195,9 +195,12 @@ def test_start_from_random_weights_is_a_warning(folder, check):
     (folder / "empty").mkdir()
     _, out, _ = check("--data-path a --load empty")
     assert (
-        "WARNING: --load empty: there is no checkpoint in this folder; the run starts from random weights (--exit-on-missing-checkpoint"
+        "WARNING: --load empty: there is no checkpoint in this folder; the run starts from RANDOM WEIGHTS (--exit-on-missing-checkpoint"
         in out
     )
+    _, out, err = check("--data-path a --load empty --exit-on-missing-checkpoint --pretrained-checkpoint absent")
+    assert "--load empty: there is no checkpoint in this folder; the run starts from --pretrained-checkpoint absent" in out
+    assert "--load" not in err
 
 
 def test_split_smaller_than_one_sample_warns_or_fails(folder, check):
