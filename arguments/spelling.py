@@ -7,6 +7,7 @@ from collections.abc import Mapping as MappingOf
 from arguments.container import OPTIONS
 from arguments.rules.derived_sizes import as_list
 from arguments.schema import Option
+from arguments.tokens import is_value
 
 
 def to_command_line(values: MappingOf[str, object]) -> list[str]:
@@ -25,7 +26,8 @@ def _spelled(option: Option, value: object) -> list[str]:
         return [option.on[0], *map(str, as_list(value))]
     if isinstance(value, list):
         return [option.on[0], _pattern_text(value)]
-    return [option.on[0], ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
+    text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return [option.on[0], text] if is_value(text) else [f"{option.on[0]}={text}"]
 
 
 def _pattern_text(values: list[int]) -> str:

@@ -202,6 +202,10 @@ class _TokenParser:
         if (option.takes == "+" and not texts) or (isinstance(option.takes, int) and len(texts) != option.takes):
             needed = "a value" if option.takes in (1, "+") else f"{option.takes} values"
             given = f", {len(texts)} given" if texts else ""
+            after = self.tokens[self.position] if self.position < len(self.tokens) else ""
+            if not texts and option.takes == 1 and after.startswith("-") and not after.startswith("--"):
+                self.take()
+                given = f"; {after} begins with a dash, as flags do: {name}={after}"
             self.reject(name, f"{' '.join([name, *texts])}: needs {needed}{given}", "value", option.dest)
             return
         values = []

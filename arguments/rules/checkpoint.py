@@ -8,6 +8,7 @@ from arguments.mechanisms.optimizers import OPTIMIZERS, get_optimizer
 from arguments.mechanisms.selections import SELECTIONS, SPLITS, expert_split
 from arguments.mechanisms.sublayers import VARIANT, relative_of
 from arguments.mechanisms.support import keys_with
+from arguments.mtp import DEPTH
 from arguments.rules.derived_sizes import DerivedSizes, divides, positive, quotient
 from arguments.settings import Limit, Settings, Violation
 
@@ -114,8 +115,15 @@ def limit_legacy_format(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
                 "{:flag} torch has no known places for the layers of {}; use {:flag} torch_dist.",
                 (dest, layers, dest),
             )
+        letters = set(s.hybrid_layer_pattern or "")
         yield Limit(
-            is_legacy and not set(s.hybrid_layer_pattern or "") <= {MAMBA, ATTENTION, MLP, MOE, STAGE},
+            is_legacy and DEPTH in letters,
+            "{:flag} torch has no known places for the depths of multi-token prediction (after /) of "
+            "{hybrid_layer_pattern:flag}; use {:flag} torch_dist.",
+            (dest, dest),
+        )
+        yield Limit(
+            is_legacy and not letters <= {MAMBA, ATTENTION, MLP, MOE, STAGE, DEPTH},
             "{:flag} torch has no known places for other layers of {hybrid_layer_pattern:flag} than M, *, - and E; "
             "use {:flag} torch_dist.",
             (dest, dest),

@@ -1,11 +1,21 @@
 """--spec: a function of the user's replaces constructors of layers."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from arguments import Arguments
 from moe_trainer.errors import UserError
 from moe_trainer.layers.layer_factory import LayerFactory
 from moe_trainer.user_function import import_function
+
+
+def import_spec(spec: Sequence[str]) -> Callable[..., Any]:
+    """Import the function that --spec names, as `apply_spec` takes it.
+
+    Raises:
+        UserError: if there is no such function.
+    """
+    return import_function(f"--spec {' '.join(spec)}", ":".join(spec))
 
 
 def apply_spec(spec: Sequence[str], factory: LayerFactory, args: Arguments) -> LayerFactory:
@@ -17,8 +27,7 @@ def apply_spec(spec: Sequence[str], factory: LayerFactory, args: Arguments) -> L
     Raises:
         UserError: if there is no such function, or it does not take two arguments or not return a LayerFactory.
     """
-    where = f"--spec {' '.join(spec)}"
-    function = import_function(where, ":".join(spec))
+    where, function = f"--spec {' '.join(spec)}", import_spec(spec)
     try:
         result = function(factory, args)
     except Exception as error:

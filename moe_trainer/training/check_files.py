@@ -381,8 +381,11 @@ class _Check:
             return
         count = -(-training.train_iters // output.save_interval) if training.train_iters and output.save_interval else 1
         kept, most = "", count  # most: at one time
-        if output.save_retain_interval:
-            kept, most = ", fewer are kept (--save-retain-interval)", 1
+        if output.save_retain_interval and training.train_iters:
+            retained = training.train_iters // output.save_retain_interval
+            last = training.train_iters % output.save_retain_interval > 0
+            # the last one is deleted when the next one is complete
+            kept, most = f", {retained + last} are kept (--save-retain-interval)", min(count, retained + 2)
         elif output.save_total_limit and output.save_total_limit < count:
             # an older one is deleted when the newer one is complete
             kept, most = f", the last {output.save_total_limit} are kept", output.save_total_limit + 1

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from arguments import ArgumentError, parse_args
 from arguments.container import OPTIONS
 from arguments.settings import Settings
+from arguments.spelling import to_command_line
 from arguments.tokens import FIELDS, drop_flags, is_value, parse_tokens, select_flags
 
 TOY = (
@@ -47,6 +48,13 @@ def test_all_mistakes_at_once():
     assert "--normalization RMSnorm: the value must be one of LayerNorm, RMSNorm (did you mean RMSNorm?)" in found[2]
     assert "--min-lr: needs a value" in found[3]
     assert "unexpected argument '2'" in found[4]
+
+
+def test_a_value_that_begins_with_a_dash_is_joined_to_its_flag():
+    (wrong,) = messages([*TOY, "--num-experts", "4", "--hybrid-layer-pattern", "-E"])
+    assert wrong.endswith("begins with a dash, as flags do: --hybrid-layer-pattern=-E")
+    words = to_command_line({"hybrid_layer_pattern": "-E", "window_size": (-1, 0), "lr": -1.0})
+    assert words == ["--window-size", "-1,0", "--hybrid-layer-pattern=-E", "--lr", "-1.0"]
 
 
 def test_value_of_a_similar_flag_is_named():

@@ -83,6 +83,10 @@ def test_planned_checkpoints_are_at_most_those_of_the_total_limit(folder, check,
     out = check(f"{flags} --save-total-limit 4")[1]
     assert "10 are planned, the last 4 are kept" in out and "WARNING" not in out
     assert "WARNING: 6 checkpoints take about" in check(f"{flags} --save-total-limit 5")[1]
+    out = check(f"{flags} --save-retain-interval 25")[1]  # 25, 50; and while 45 is written, 40
+    assert "10 are planned, 2 are kept (--save-retain-interval)" in out and "WARNING" not in out
+    out = check(f"{flags} --save-retain-interval 10")[1]
+    assert "5 are kept" in out and "WARNING: 7 checkpoints take about" in out
 
 
 def test_phases_are_counted_one_by_one(folder, check):
@@ -169,6 +173,18 @@ def test_files_of_settings_are_read(folder, check):
         assert code == (2 if text else 0) and (text in " ".join(err.split()) if text else not err), (text, err)
 
 
+def test_functions_that_choose_formats_are_imported(folder, check):
+    (folder / "chooser.py").write_text("def formats(role):\n    return 'nvfp4'\n")
+    for width, given in (("4", "--fp4-format e2m1"), ("8", "--fp8-format e4m3")):
+        flag = f"--fp{width}-quantizer-factory"
+        flags = f"--data-path a --eval-iters 0 --bf16 {given} --fp{width}-recipe custom {flag} chooser"
+        code, _, err = check(f"{flags}.absent")
+        assert code == 2 and f"{flag} chooser.absent: module chooser has no function absent" in err
+        assert check(f"{flags}.formats")[::2] == (0, "")
+    code, _, err = check("--data-path a --eval-iters 0 --spec chooser:layers")
+    assert code == 2 and "--spec chooser:layers: module chooser has no function layers" in err
+
+
 FILES = (
     ("--vocab-size 90 --data-path other", "holds the id 99"),
     ("--data-path short --split 100,0,0", None),
@@ -199,7 +215,9 @@ def test_start_from_random_weights_is_a_warning(folder, check):
         in out
     )
     _, out, err = check("--data-path a --load empty --exit-on-missing-checkpoint --pretrained-checkpoint absent")
-    assert "--load empty: there is no checkpoint in this folder; the run starts from --pretrained-checkpoint absent" in out
+    assert (
+        "--load empty: there is no checkpoint in this folder; the run starts from --pretrained-checkpoint absent" in out
+    )
     assert "--load" not in err
 
 

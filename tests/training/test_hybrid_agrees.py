@@ -243,6 +243,19 @@ def test_gpt_and_hybrid_checkpoints_resume_each_other_bit_for_bit(pattern, tmp_p
             load_and_save(0, 1, words, tmp_path / "gpt", tmp_path / "other")
 
 
+def test_gpt_and_hybrid_checkpoints_resume_each_other_on_ranks(tmp_path):
+    """Tensor-parallel ranks, stages that a bar cuts, expert-parallel ranks; then back to GPT under another layout."""
+    gpt, hybrid = make_both("*E*-", "--moe-router-enable-expert-bias --moe-router-score-function sigmoid")
+    ranks = "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1".split()
+    ranks += "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2".split()
+    stages = [word.replace("*E*-", "*E|*-") for word in hybrid]
+    expected = run_ranks(train_and_save, 4, [*gpt, *ranks], tmp_path / "gpt")[0]
+    assert run_ranks(load_and_save, 4, [*stages, *ranks], tmp_path / "gpt", tmp_path / "hybrid")[0] == expected
+    sharded = [*gpt, *"--expert-model-parallel-size 2 --use-distributed-optimizer".split()]
+    assert_alike(run_ranks(load_and_save, 2, sharded, tmp_path / "hybrid", tmp_path / "back")[0], expected)
+    assert differences(tmp_path / "gpt" / "iter_0000002", tmp_path / "back" / "iter_0000002") == []
+
+
 def test_flags_that_number_layers_must_say_the_same_in_the_other_flavor(tmp_path):
     gpt, hybrid = make_both("*E*E", "--no-rope-freq 2")
     at = hybrid.index("--no-rope-freq") + 1

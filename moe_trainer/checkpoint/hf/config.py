@@ -11,7 +11,7 @@ from typing import Any
 
 from arguments.checkpoint_args import SHAPE, meaning, same_meaning
 from arguments.container import OPTIONS
-from arguments.layer_pattern import hybrid_letters
+from arguments.layer_pattern import MAMBA, MLP, MOE, hybrid_letters
 from arguments.mechanisms.sublayers import GATED_DELTA_NET, variant_of
 from arguments.program import other_command
 from moe_trainer.checkpoint.errors import CheckpointError
@@ -188,10 +188,26 @@ def write_config(
     lines = [text for _, text in nearest]
     if any(count == 1 and "(mtp_num_layers)" in text for count, text in nearest):
         lines.append(f"{other_command('convert')} --drop-mtp leaves the layers of multi-token prediction out")
+    if same_layers := _transformer_layers(flags):
+        lines.append(
+            f"it has the layers of a GPT model, which may be one of these types: load it with {same_layers} instead of "
+            "--hybrid-layer-pattern, --ckpt-convert-format torch_dist and --ckpt-convert-save DIR, and convert DIR"
+        )
     which = f" (the nearest {len(nearest)} of {len(refusals)})" if len(refusals) > len(nearest) else ""
     raise CheckpointError(
         f"no Hugging Face model type that is known here expresses this model{which}:\n  " + "\n  ".join(lines)
     )
+
+
+def _transformer_layers(flags: Mapping[str, Any]) -> str:
+    """Return the flags that describe the layers of a hybrid model as those of a GPT model; "" where none do."""
+    letters = hybrid_letters(flags.get("hybrid_layer_pattern") or "")
+    mixing, feed_forward = letters[::2], letters[1::2]
+    in_pairs = len(mixing) == len(feed_forward) and {MLP, MOE}.issuperset(feed_forward)
+    if not letters or not in_pairs or {MAMBA, MLP, MOE}.intersection(mixing):
+        return ""
+    routed = ",".join(str(int(letter == MOE)) for letter in feed_forward)
+    return f"--num-layers {len(mixing)}" + (f" --moe-layer-freq [{routed}]" if "0" in routed and "1" in routed else "")
 
 
 def write_notes(flags: Mapping[str, Any], config: Config, families: Families = FAMILIES) -> list[str]:

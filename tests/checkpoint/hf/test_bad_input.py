@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -241,6 +242,19 @@ def test_layers_that_no_hybrid_type_has_are_named():
     flags = read_config(config_of("nemotron_h"))[1] | {"hybrid_layer_pattern": "ME+-"}
     with pytest.raises(CheckpointError, match="ME[+]-: such a model has the letters"):
         write_config(flags, 96, "nemotron_h")
+
+
+def test_how_layers_of_a_pattern_become_those_of_a_gpt_type_is_said():
+    flags = read_config(config_of("mixtral"))[1]
+    for pattern, same in (
+        ("*E*E", "--num-layers 2 instead"),
+        ("*-*E", "--num-layers 2 --moe-layer-freq [0,1] instead"),
+    ):
+        with pytest.raises(CheckpointError, match=re.escape(f"load it with {same}")):
+            write_config(flags | {"hybrid_layer_pattern": pattern, "num_layers": 4}, 96)
+    with pytest.raises(CheckpointError) as caught:
+        write_config(flags | {"hybrid_layer_pattern": "ME*E", "num_layers": 4}, 96)
+    assert "load it with" not in str(caught.value)
 
 
 def test_keys_that_say_what_is_read_have_no_note():
