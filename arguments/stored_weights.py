@@ -11,8 +11,8 @@ def stored_weight_format(precision: Any, parallel: Any) -> StoredForm | None:
 
     It is the model's with full sharding, on any number of ranks (then one process computes with the same
     weights), and with a factory, which may give every layer another format. Weights that cannot be stored once for both
-    GEMMs (quantization/stored_weight.py: can_store_once) are stored twice, and gathered in the model's format through
-    the gradient buffer, or in the model's format.
+    GEMMs, since the scales of the transposed weight are others, are stored twice, and gathered in the model's format
+    through the gradient buffer, or in the model's format.
 
     Args:
         precision: has the fields of PrecisionArgs.

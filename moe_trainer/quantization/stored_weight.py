@@ -31,12 +31,6 @@ PORTION_CPU, PORTION_GPU = 1 << 18, 1 << 24
 """Elements that are cast at once."""
 
 
-def can_store_once(scaling: Scaling, transposed: Scaling) -> bool:
-    """Return whether one set of bytes serves both GEMMs of a weight: the transposed weight has the same scales."""
-    square = scaling.rows == scaling.cols and (scaling.rows, scaling.cols) == (transposed.rows, transposed.cols)
-    return scaling.fmt == transposed.fmt and square
-
-
 def no_external_scale() -> None:
     """Return None: scales follow from the values."""
 

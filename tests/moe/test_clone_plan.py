@@ -5,7 +5,15 @@ import random
 import pytest
 import torch
 
-from moe_trainer.moe.placement.clone_plan import plan_clones, rank_loads
+from moe_trainer.moe.placement.clone_plan import plan_clones
+
+
+def rank_loads(counts_E, plan):
+    """The number of tokens that every rank computes."""
+    num_ranks = len(plan.expert)
+    owner = plan.expert // (len(counts_E) // num_ranks)
+    loads = counts_E.view(num_ranks, -1).sum(1) + plan.num_tokens.sum(1)
+    return loads.scatter_add(0, owner.flatten(), -plan.num_tokens.flatten())
 
 
 def plan(counts, num_ranks, slots):

@@ -7,12 +7,13 @@ import pytest
 import torch
 from harness import run_ranks
 from moe.layers import HIDDEN, RankGrads, build_shard, sections, total_grads
+from moe.test_clone_plan import rank_loads
 from moe.test_flex import LIBRARIES, flex_dispatcher
 
 from moe_trainer.layers.pass_inputs import PassInputs
 from moe_trainer.memory.activations import ActivationPolicy
 from moe_trainer.moe.dispatch.select import attach_dispatcher
-from moe_trainer.moe.placement.clone_plan import ClonePlan, rank_loads
+from moe_trainer.moe.placement.clone_plan import ClonePlan
 from moe_trainer.moe.placement.cloned import _FixedExchange
 from moe_trainer.ops.expert_mlp import ActivationFns
 from moe_trainer.ops.grouped_gemm import GroupedGemms, grouped_weight_grad

@@ -21,6 +21,7 @@ import marshal
 import mmap
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import CodeType
 
@@ -81,12 +82,18 @@ class Finder(importlib.abc.MetaPathFinder):
         setattr(builtins, BUFFER, self.buffer)
         os.environ[VARIABLE] = str(path)
 
-    def find_spec(self, name: str, path: object = None, target: object = None) -> importlib.machinery.ModuleSpec | None:
-        """Return the spec of a module of the product, None for all others."""
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: object = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Return the spec of a module of the product; None for all others, and for those of a changed copy."""
         if name.partition(".")[0] not in PROBED:
             return None
         base = ROOT / name.replace(".", "/")
-        for file in (base.with_suffix(".py"), base / "__init__.py"):
+        files = base.with_suffix(".py"), base / "__init__.py"
+        found = importlib.machinery.PathFinder.find_spec(name, path)
+        if found is not None and found.origin and Path(found.origin).resolve() not in files:
+            return None
+        for file in files:
             if code_path(self.folder, file).exists():
                 return importlib.util.spec_from_file_location(name, file, loader=Loader(name, str(file), self))
         return None
@@ -107,13 +114,7 @@ def install(buffer: Path) -> Finder:
 
 
 def install_from_environment() -> None:
-    """Install the probes in an interpreter that a test has started; called by the .pth file.
-
-    One that runs a changed copy of the product imports the copy: nothing of it is recorded.
-    """
-    copies = (Path(folder) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder)
-    if any((folder / "moe_trainer").is_dir() and folder.resolve() != ROOT for folder in copies):
-        return
+    """Install the probes in an interpreter that a test has started; called by the .pth file."""
     buffer = Path(os.environ[VARIABLE])
     finder = install(buffer)
     # The main program is not imported: record at least that it ran.

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 from structure.source import ROOT
-from suite import record, tiers
+from suite import probes, record, tiers
 
 BLOCKS = [("a.py", "", 0), ("a.py", "f", 0), ("b.py", "g", 0)]
 KEPT = "tests/suite/test_runner.py::test_kept"
@@ -55,6 +55,18 @@ def test_skipped_tests_are_not_recorded(tmp_path):
             pickle.dump((name, 1.0, row and zlib.compress(row)), file)
     found = record.read_raw(folder)
     assert found.tests == ["a"] and found.skipped == {"b"}
+
+
+def test_modules_of_a_changed_copy_are_not_replaced_by_prepared_code(tmp_path):
+    file, copy = ROOT / "moe_trainer" / "version.py", tmp_path / "moe_trainer"
+    copy.mkdir()
+    (copy / "version.py").write_text("changed = True")
+    prepared = probes.code_path(tmp_path / "prepared", file)
+    prepared.parent.mkdir()
+    prepared.write_bytes(b"")
+    finder = probes.Finder(tmp_path / "prepared", 1)
+    assert finder.find_spec("moe_trainer.version", [str(file.parent)]).origin == str(file)
+    assert finder.find_spec("moe_trainer.version", [str(copy)]) is None
 
 
 def test_the_record_knows_most_tests():

@@ -66,14 +66,6 @@ def plan_clones(counts_E: Tensor, num_ranks: int, slots: int) -> ClonePlan:
     return _fill_slots(hosted, counts_E, slots)
 
 
-def rank_loads(counts_E: Tensor, plan: ClonePlan) -> Tensor:
-    """Return the number of tokens that every rank computes, int64 [P]."""
-    num_ranks = len(plan.expert)
-    loads = counts_E.view(num_ranks, -1).sum(1)
-    owner = plan.expert // (len(counts_E) // num_ranks)
-    return (loads + plan.num_tokens.sum(1)).scatter_add(0, owner.flatten(), -plan.num_tokens.flatten())
-
-
 def _spill(counts_Pe: Tensor) -> tuple[Tensor, Tensor]:
     """Return the tokens that each expert should lose, and how many every rank is below the average.
 
