@@ -15,7 +15,7 @@ from arguments.flag_status import RENAMED_VALUES
 from arguments.layer_flags import LAYER_FLAGS, by_sublayer, layer_letters
 from arguments.layer_pattern import STAGE, letter_flags
 from arguments.mechanisms.selections import SELECTING
-from arguments.mechanisms.sublayers import VARIANT
+from arguments.mechanisms.sublayers import VARIANT, always_rotates
 from arguments.moe import MoEArgs
 from arguments.mtp import without_mtp
 from arguments.settings import Settings, Violation
@@ -150,6 +150,8 @@ def meaning(dest: str, flags: Mapping[str, object]) -> object:
     if isinstance(pattern, str):  # Megatron-LM does not record what its letters select
         selected = letter_flags(pattern, flags.get("position_embedding_type"))
         value = selected.get(dest, value) if dest != VARIANT else value or selected.get(dest)
+    if dest == "position_embedding_type" and value == "none" and always_rotates(flags):
+        value = "rope"
     if dest in ("moe_router_num_groups", "moe_router_group_topk", "moe_router_group_score_topk"):
         value = _group_limit(dest, flags)
     elif value is None:

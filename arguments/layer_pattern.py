@@ -132,6 +132,21 @@ def letter_flags(pattern: str, position_embedding_type: object) -> dict[str, obj
     return flags
 
 
+def mixing_sublayers(flags: Any) -> frozenset[Sublayer]:
+    """Return the kinds of sublayers that mix positions in a model, also in its depths of multi-token prediction.
+
+    Args:
+        flags: has the fields of ModelArgs.
+    """
+    if pattern := flags.hybrid_layer_pattern:
+        letters = set(hybrid_letters(pattern) + mtp_letters(pattern)) - {MLP, MOE}
+        return frozenset(BY_LETTER[letter] for letter in letters if letter in BY_LETTER)
+    variant, freq = variant_of(flags), flags.linear_attention_freq
+    if not variant.in_some_layers:
+        return frozenset({attention_of(flags)})
+    return frozenset({variant} if isinstance(freq, list) and all(freq) else {variant, attention_of(flags)})
+
+
 def layer_letter(model: ModelArgs, number: int) -> str:
     """Return the letter of a layer, counted from 0, in --hybrid-layer-pattern; "" for one of two sublayers.
 

@@ -14,7 +14,7 @@ from arguments.mup import width_mult
 from arguments.schema import flag, int_pair, layer_pattern
 
 _GATED = "swiglu or quick_geglu"
-_ROTARY = "position_embedding_type=rope or position_embedding_type=yarn"
+_ROTARY = "position_embedding_type=rope or position_embedding_type=yarn or multi_latent_attention"
 _YARN = "position_embedding_type=yarn or rope_type=yarn"
 _MIXERS = needs_variant(lambda each: each.in_some_layers)
 _LINEAR = needs_variant(lambda each: each.has_delta_rule)
@@ -55,7 +55,9 @@ class ModelArgs:
         None, restore="always", needs="window_size", bounds=">0", most=MAX_SIZE, role="size"
     )
     """Number of key/value heads of layers with a window. Unset: --num-query-groups. A flag of this program."""
-    value_channels: int | None = flag(None, restore="always", bounds=">0", most=MAX_SIZE, role="size")
+    value_channels: int | None = flag(
+        None, restore="always", needs="attention", bounds=">0", most=MAX_SIZE, role="size"
+    )
     """Number of channels of a value head. Unset: --kv-channels, as queries and keys have. A flag of this program."""
     max_position_embeddings: int = flag(None, restore="unless given", bounds=">0", role="size")
     """Largest number of positions the model may see, in tokens; at least --seq-length."""
@@ -82,13 +84,13 @@ class ModelArgs:
     flag of this program."""
     fp32_residual_connection: bool = flag(False, restore="unless given", role="precision")
     """Keep the residual stream in fp32."""
-    qk_layernorm: bool = flag(False, restore="always")
+    qk_layernorm: bool = flag(False, restore="always", needs="attention")
     """Normalize the queries and keys of each head."""
     qk_layernorm_all_heads: bool = flag(False, restore="always")
     """Normalize queries over all heads together, and keys (OLMoE, MiniMax-M2), instead of each head."""
     qk_layernorm_after_rope: bool = flag(False, restore="always")
     """Normalize queries and keys after they are rotated (Hunyuan), instead of before."""
-    qk_l2_norm: bool = flag(False, restore="always")
+    qk_l2_norm: bool = flag(False, restore="always", needs="attention")
     """Normalize queries and keys by their length, without a learned gain (Llama 4)."""
     qk_l2_norm_rope_layers_only: bool = flag(False, restore="always")
     """Normalize them so only in layers with rotary positions (see --no-rope-freq), as published Llama 4 models do. A
@@ -202,11 +204,13 @@ class ModelArgs:
     """Generation of FlashAttention. All compute the same function."""
     use_flash_attn: bool = flag(False, restore="never")
     """Old request for FlashAttention, which nothing reads any more."""
-    softmax_type: Literal["vanilla", "off-by-one", "learnable"] = flag("vanilla", restore="always")
+    softmax_type: Literal["vanilla", "off-by-one", "learnable"] = flag("vanilla", restore="always", needs="attention")
     """Attention softmax: plain, with one added to the denominator, or with a learned sink per head."""
-    window_size: tuple[int, int] | None = flag(None, parse=int_pair, restore="always", bounds="any", role="size")
+    window_size: tuple[int, int] | None = flag(
+        None, parse=int_pair, restore="always", needs="attention", bounds="any", role="size"
+    )
     """Attend to a sliding window only: LEFT,RIGHT tokens around the query; -1 is unlimited. Unset: no window."""
-    attention_chunk_size: int | None = flag(None, restore="always", bounds=">0", role="size")
+    attention_chunk_size: int | None = flag(None, restore="always", needs="attention", bounds=">0", role="size")
     """Cut sequences into chunks of this number of tokens, and attend to those of the query's chunk only (Llama 4).
     Unset: no chunks. A flag of this program."""
     window_attn_skip_freq: int | list[int] | None = flag(
@@ -214,7 +218,7 @@ class ModelArgs:
     )
     """Layers with full attention instead of the window or the chunks: every N-th, or a pattern with 0 for each of them
     and 1 for the others."""
-    attn_temperature_tuning: Literal["llama4", "mistral4"] | None = flag(None, restore="always")
+    attn_temperature_tuning: Literal["llama4", "mistral4"] | None = flag(None, restore="always", needs="attention")
     """Multiply queries by 1 + scale * log(1 + floor(p / floor)): p is the position plus one in layers without rotary
     positions (llama4; other layers have no factor), or the position in all layers (mistral4). Unset: no factor. A flag
     of this program."""
@@ -228,15 +232,15 @@ class ModelArgs:
         None, restore="always", needs="window_size"
     )
     """Attention softmax of layers with a window. Unset: --softmax-type. A flag of this program."""
-    attention_value_scale: float | None = flag(None, restore="always", bounds=">0")
+    attention_value_scale: float | None = flag(None, restore="always", needs="attention", bounds=">0")
     """Factor of the values that attention sums. Unset: 1. A flag of this program."""
     head_wise_attn_gate: bool = flag(False, restore="always")
     """Multiply the output of every head of latent attention by the sigmoid of one number, made of the layer's input."""
-    attention_output_gate: bool = flag(False, restore="always")
+    attention_output_gate: bool = flag(False, restore="always", needs="attention")
     """Multiply the attention output by a sigmoid gate of the layer's input."""
     apply_query_key_layer_scaling: bool = flag(False, restore="never")
     """Divide attention scores by the layer number and multiply them back in the softmax."""
-    qk_clip: bool = flag(False, restore="never")
+    qk_clip: bool = flag(False, restore="never", needs="attention")
     """Rescale query and key weights when the largest attention logit passes a threshold (QK-Clip)."""
     qk_clip_alpha: float = flag(0.5, restore="never", needs="qk_clip", bounds="[0,1]")
     """Share of the rescaling that goes to the queries, above 0 and below 1; the rest goes to the keys."""

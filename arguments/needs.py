@@ -12,9 +12,14 @@ from arguments.container import OPTIONS
 from arguments.flag_status import NOT_IMPLEMENTED
 from arguments.settings import Settings
 
-CUDA, RANKS, DATA_RANKS = "cuda", "ranks", "data_ranks"
+CUDA, RANKS, DATA_RANKS, ATTENTION = "cuda", "ranks", "data_ranks", "attention"
 FACTS = MappingProxyType(
-    {CUDA: "a CUDA device", RANKS: "more than one rank", DATA_RANKS: "more than one data-parallel rank"}
+    {
+        CUDA: "a CUDA device",
+        RANKS: "more than one rank",
+        DATA_RANKS: "more than one data-parallel rank",
+        ATTENTION: "a layer with attention",
+    }
 )
 """Conditions that are no flags, in words."""
 

@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from arguments import checkpoint_args, rules
 from arguments.apply_flag_status import check_flag_status, note_flag_status
 from arguments.container import OPTIONS, Arguments, freeze
-from arguments.needs import DATA_RANKS, RANKS, note_unmet_needs
+from arguments.layer_pattern import mixing_sublayers
+from arguments.needs import ATTENTION, DATA_RANKS, RANKS, note_unmet_needs
 from arguments.rules.derived_sizes import derive_sizes
 from arguments.settings import ArgumentError, Settings, Violation
 from arguments.tokens import parse_tokens
@@ -117,7 +118,10 @@ def resolve_command_line(
         violations += checkpoint_args.conflicts(settings, replaced, alone)
     note_flag_status(settings)
     sizes = derive_sizes(settings, world_size)
-    facts: dict[str, bool | None] = {RANKS: None if world_size is None else world_size > 1}
+    facts: dict[str, bool | None] = {
+        RANKS: None if world_size is None else world_size > 1,
+        ATTENTION: any(each.is_attention for each in mixing_sublayers(settings)),
+    }
     if sizes.dp is not None and sizes.edp is not None:
         facts[DATA_RANKS] = max(sizes.dp * sizes.cp, sizes.edp) > 1
     note_unmet_needs(settings, facts, unread)

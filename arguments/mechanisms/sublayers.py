@@ -76,6 +76,17 @@ def attention_of(model: Any) -> Sublayer:
     return variant
 
 
+def always_rotates(flags: Any) -> bool:
+    """Whether latent attention rotates whatever --position-embedding-type is, as Megatron-LM's does.
+
+    Args:
+        flags: has the fields of ModelArgs, or is a record of flags by destination.
+    """
+    latent = flags.get("multi_latent_attention") if isinstance(flags, Mapping) else flags.multi_latent_attention
+    variant = variant_of(flags)
+    return bool(latent) and variant.is_upstream and not variant.compresses_keys
+
+
 def needs_variant(has_trait: Callable[[Sublayer], bool]) -> str:
     """Return the condition that a flag acts with the variants that have a trait, as `flag(needs=...)` takes it."""
     return " or ".join(f"{VARIANT}={value}" for value, each in _BY_VARIANT.items() if has_trait(each))

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from arguments.mechanisms.format_kinds.eight_bit import OUTPUT_LAYER
-from arguments.mechanisms.sublayers import OLD_VARIANTS, VARIANT, relative_of, variant_of
+from arguments.mechanisms.sublayers import OLD_VARIANTS, VARIANT, always_rotates, relative_of, variant_of
 from arguments.rules.derived_sizes import DerivedSizes, divides, positive
 from arguments.settings import Limit, Settings, Violation
 
@@ -22,6 +22,24 @@ def resolve_rotary_switch(s: Settings, _f: DerivedSizes) -> None:
 def resolve_rope_type(s: Settings, _f: DerivedSizes) -> None:
     if s.multi_latent_attention and s.rope_type is None:
         s.set_derived("rope_type", "yarn", "the default of multi-latent attention")
+
+
+def resolve_latent_positions(s: Settings, _f: DerivedSizes) -> None:
+    if always_rotates(s) and s.position_embedding_type == "none" and not s.hybrid_layer_pattern:
+        s.note(
+            f"{s.shown('position_embedding_type')}: latent attention rotates all the same, by --rope-type, as in "
+            "Megatron-LM; --no-rope-freq 1 leaves it without positions."
+        )
+        s.set_derived("position_embedding_type", "rope", "latent attention")
+
+
+def note_latent_norms(s: Settings, _f: DerivedSizes) -> None:
+    if s.multi_latent_attention and s.qk_layernorm and s.q_lora_rank is None:
+        s.note(
+            f"{s.flag('qk_layernorm')} without --q-lora-rank normalizes the latents of keys and values alone, as "
+            "DeepSeek-V2-Lite and releases of Megatron-Core do; Megatron-LM's main branch since July 2026 also "
+            "normalizes the input of linear_q_proj."
+        )
 
 
 def resolve_old_variant_name(s: Settings, _f: DerivedSizes) -> None:

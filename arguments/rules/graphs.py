@@ -2,8 +2,11 @@
 
 from collections.abc import Iterator
 
+from arguments.layer_pattern import mixing_sublayers
+from arguments.mechanisms.sublayers import MAMBA
 from arguments.rules.derived_sizes import DerivedSizes, as_list
 from arguments.rules.graph_limits import has_fixed_receive_buffer
+from arguments.rules.recompute import absent_modules
 from arguments.settings import Settings, Violation
 
 IMPL, MODULES, OLD_SCOPE = "cuda_graph_impl", "cuda_graph_modules", "cuda_graph_scope_deprecated"
@@ -44,6 +47,17 @@ def resolve_router_before_preprocess(s: Settings, _f: DerivedSizes) -> None:
 def resolve_rng_tracker(s: Settings, _f: DerivedSizes) -> None:
     if s.cuda_graph_impl != "none" and not s.te_rng_tracker:
         s.set_derived("te_rng_tracker", True, "CUDA graphs")
+
+
+def note_absent_modules(s: Settings, f: DerivedSizes) -> None:
+    if s.cuda_graph_impl == "none":
+        return
+    absent = absent_modules(s, f)
+    if mixing_sublayers(s) == {MAMBA}:
+        absent["attn"] = "attention"
+    for module in _names(s.cuda_graph_modules):
+        if module in absent:
+            s.note(f"{s.flag(MODULES)} {module}: no layer of this model has {absent[module]}, so nothing is captured.")
 
 
 # Checks.

@@ -6,6 +6,7 @@ optimizer offload. Modules that no layer has are a note here, not an error.
 
 from collections.abc import Iterator
 
+from arguments.layer_pattern import MLP, MOE, hybrid_letters, mixing_sublayers
 from arguments.mechanisms.format_kinds.declaration import FormatCapability
 from arguments.mechanisms.formats import FLAGS, of_width, quantized_format, selected
 from arguments.mechanisms.optimizer_kinds.declaration import OptimizerCapability
@@ -14,6 +15,7 @@ from arguments.mechanisms.placement_kinds.declaration import PlacementCapability
 from arguments.mechanisms.placements import rejected_flags
 from arguments.mechanisms.sublayers import SUBLAYERS, VARIANT, variant_of
 from arguments.mechanisms.support import keys_with
+from arguments.mtp import mtp_letters
 from arguments.rules.derived_sizes import DerivedSizes, as_list, positive
 from arguments.settings import Limit, Settings, Violation
 
@@ -47,6 +49,9 @@ OFFLOADABLE = (
     "qkv_linear",
     "gdp_qkv",
 )
+OF_EXPERTS = ("moe", "moe_act", "expert_fc1", "fused_group_mlp", "moe_router", "moe_preprocess")
+OF_MIXERS = ("core_attn", "qkv_linear", "attn_proj", "attn_norm", "attn")
+"""Modules of layers with experts, and of layers with attention, recurrences or convolutions."""
 
 
 # Derived values.
@@ -89,27 +94,40 @@ def note_redundant_modules(s: Settings, f: DerivedSizes) -> None:
         )
 
 
+def absent_modules(s: Settings, f: DerivedSizes) -> dict[str, str]:
+    """Return the modules, in the words of recompute, offload and graphs, that no layer has, and what it would be."""
+    pattern, mixers = s.hybrid_layer_pattern, mixing_sublayers(s)
+    if pattern:
+        letters = hybrid_letters(pattern) + mtp_letters(pattern)
+        has_experts, has_dense = MOE in letters, MLP in letters
+    else:
+        has_experts = f.experts is not None and (f.moe_layers is None or any(f.moe_layers))
+        has_dense = f.experts is None or f.moe_layers is None or not all(f.moe_layers)
+    absent = {}
+    if not has_experts:
+        absent = dict.fromkeys((*OF_EXPERTS, "shared_experts"), "experts")
+    elif s.moe_shared_expert_intermediate_size is None:
+        absent["shared_experts"] = "shared experts"
+    if not has_dense:
+        absent["mlp"] = "dense feed-forward"
+    if not has_experts and not has_dense:
+        absent["mlp_norm"] = "feed-forward"
+    if not mixers:
+        absent |= dict.fromkeys(OF_MIXERS, "attention")
+    return absent
+
+
 def note_absent_modules(s: Settings, f: DerivedSizes) -> None:
     """Note modules that no layer of this model has."""
-    has_experts = f.experts is not None and (f.moe_layers is None or any(f.moe_layers))
-    has_dense = f.experts is None or f.moe_layers is None or not all(f.moe_layers)
-    lacking = {}
-    if not has_experts:
-        lacking = dict.fromkeys(("moe", "moe_act", "shared_experts", "expert_fc1", "fused_group_mlp"), "experts")
-    elif s.moe_shared_expert_intermediate_size is None:
-        lacking["shared_experts"] = "shared experts"
-    if not has_dense:
-        lacking["mlp"] = "dense feed-forward"
-    for dest, acts in (
-        (MODULES, s.recompute_granularity == "selective"),
-        ("offload_modules", s.fine_grained_activation_offloading),
+    absent = absent_modules(s, f)
+    attends = any(each.is_attention for each in mixing_sublayers(s))
+    for dest, acts, more, verb in (
+        (MODULES, s.recompute_granularity == "selective", {} if attends else {"core_attn": "attention"}, "recompute"),
+        ("offload_modules", s.fine_grained_activation_offloading, {}, "offload"),
     ):
         for module in as_list(getattr(s, dest)) if acts else ():
-            if module in lacking:
-                s.note(
-                    f"{s.flag(dest)} {module}: no layer of this model has {lacking[module]}, so there is nothing to "
-                    f"{'recompute' if dest == MODULES else 'offload'}."
-                )
+            if what := (absent | more).get(module):
+                s.note(f"{s.flag(dest)} {module}: no layer of this model has {what}, so there is nothing to {verb}.")
 
 
 # Checks.

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from arguments.container import OPTIONS
 from arguments.mechanisms.selections import expert_split
+from arguments.mechanisms.sublayers import always_rotates
 from arguments.rules.derived_sizes import DerivedSizes, divides, positive, quotient
 from arguments.settings import Settings, Violation
 
@@ -111,7 +112,7 @@ def check_head_size(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
 
 def check_rotary_channels(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     """Rotary positions rotate channels two by two; an odd number is rounded up."""
-    if s.position_embedding_type not in ("rope", "yarn"):
+    if s.position_embedding_type not in ("rope", "yarn") and not always_rotates(s):
         return
     if s.multi_latent_attention:
         if positive(s.qk_pos_emb_head_dim) and s.qk_pos_emb_head_dim % 2:

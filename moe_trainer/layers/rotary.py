@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from arguments.layer_pattern import uses_window
-from arguments.mechanisms.sublayers import variant_of
+from arguments.mechanisms.sublayers import always_rotates, variant_of
 from arguments.model import ModelArgs
 from moe_trainer.ops.packed_sequences import Packed
 from moe_trainer.ops.rope import inverse_frequencies, llama3_scaling, rope_tables, yarn_frequencies, yarn_mscale
@@ -59,7 +59,8 @@ class Rotary:
 def make_rotary(model: ModelArgs, sequence: SequenceShard | None = None) -> Rotary | None:
     """Build the rotary embedding of the flags; None for learned or absent positions, and where layers have their own.
 
-    Latent attention rotates --qk-pos-emb-head-dim features (--rope-type), others --rotary-percent of --kv-channels.
+    Latent attention rotates --qk-pos-emb-head-dim features (--rope-type), also where the embedding adds positions;
+    others --rotary-percent of --kv-channels.
 
     Args:
         sequence: the local positions; None for all.
@@ -68,9 +69,10 @@ def make_rotary(model: ModelArgs, sequence: SequenceShard | None = None) -> Rota
         ValueError: for unsupported position types.
     """
     kind = model.position_embedding_type
-    if kind in ("learned_absolute", "none") or variant_of(model).compresses_keys:
+    has_other_positions = kind in ("learned_absolute", "none")
+    if variant_of(model).compresses_keys or has_other_positions and not always_rotates(model):
         return None
-    if kind not in ("rope", "yarn"):
+    if kind not in ("rope", "yarn") and not has_other_positions:
         raise ValueError(f"--position-embedding-type {kind} is not built; use rope, yarn, learned_absolute or none")
     if model.multi_latent_attention:
         yarn, dim = model.rope_type != "rope", model.qk_pos_emb_head_dim

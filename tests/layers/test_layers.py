@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from arguments import parse_args
+from arguments.checkpoint_args import same_meaning
 from arguments.layer_pattern import uses_window
 from arguments.model import ModelArgs
 from arguments.parse import resolve_command_line
@@ -220,6 +221,21 @@ def test_scaling_flags_without_effect_on_mla_are_noted():
     plain = make_rotary(latent)
     scaled = make_rotary(replace(latent, use_rope_scaling=True, rotary_seq_len_interpolation_factor=4))
     assert torch.equal(plain.inv_freq, scaled.inv_freq) and plain.position_scale == scaled.position_scale
+
+
+def test_latent_attention_rotates_whatever_the_position_embedding_is():
+    """As in Megatron-LM (d98e8a64): its latent attention has rotary positions besides those of the embedding."""
+    latent = replace(MODEL, multi_latent_attention=True, rope_type="rope")
+    rope = make_rotary(replace(latent, position_embedding_type="rope")).inv_freq
+    for kind in ("learned_absolute", "none"):
+        assert torch.equal(make_rotary(replace(latent, position_embedding_type=kind)).inv_freq, rope)
+        assert make_rotary(replace(MODEL, position_embedding_type=kind)) is None
+    kimi = replace(latent, experimental_attention_variant="kda", linear_attention_freq=[1, 0])
+    assert make_rotary(replace(kimi, position_embedding_type="none")) is None
+    settings, _ = resolve_command_line([*TOY, *"--multi-latent-attention --position-embedding-type none".split()], 1)
+    assert settings.position_embedding_type == "rope"
+    record = settings.values | {"position_embedding_type": "none"}  # Megatron-LM's
+    assert same_meaning("position_embedding_type", settings.values, record)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ COMPRESSED_ATTENTION = Sublayer(
     name="compressed attention",
     built_by="compressed_attention.CompressedAttention",
     variant="dsv4_hybrid",
+    is_attention=True,
     reads_latents=True,
     has_indexer=True,
     compresses_keys=True,

@@ -19,6 +19,7 @@ class Sublayer:
         old_variants: earlier spellings of that value.
         unbuilt_variants: values for relatives of it that are not built, with which its rules hold too.
         in_some_layers: --linear-attention-freq says which layers have it; the others have softmax attention.
+        is_attention: tokens attend to keys of other tokens.
         has_delta_rule: its state is a matrix that the delta rule updates.
         decays_by_channel: the state decays at a rate for each channel of a key, not at one rate.
         gate_rank: destination of the flag with the width of the latents of decays and output gates; "" without latents.
@@ -43,6 +44,7 @@ class Sublayer:
     old_variants: tuple[str, ...] = ()
     unbuilt_variants: tuple[str, ...] = ()
     in_some_layers: bool = False
+    is_attention: bool = False
     has_delta_rule: bool = False
     decays_by_channel: bool = False
     gate_rank: str = ""

@@ -7,6 +7,7 @@ LATENT_ATTENTION = Sublayer(
     name="latent attention",
     built_by="mla.MultiLatentAttention",
     letter="+",
+    is_attention=True,
     reads_latents=True,
     has_legacy_places=True,
 )

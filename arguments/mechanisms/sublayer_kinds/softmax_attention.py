@@ -7,5 +7,6 @@ SOFTMAX_ATTENTION = Sublayer(
     name="softmax attention",
     built_by="attention.SelfAttention",
     letter="*",
+    is_attention=True,
     has_legacy_places=True,
 )

@@ -8,6 +8,7 @@ SPARSE_ATTENTION = Sublayer(
     built_by="mla.MultiLatentAttention",
     letter="D",
     variant="dsa",
+    is_attention=True,
     reads_latents=True,
     has_indexer=True,
     selects_keys=True,
