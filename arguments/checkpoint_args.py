@@ -219,6 +219,8 @@ def apply(settings: Settings, recorded: Mapping[str, object]) -> dict[str, Repla
     ]
     if settings.moe_use_upcycling:
         names = [dest for dest in names if dest not in _EXPERT_FLAGS]
+        if settings.given("hybrid_layer_pattern"):
+            names.remove("hybrid_layer_pattern")
     if _drops_mtp(settings):
         names = [dest for dest in names if not dest.startswith("mtp_")]
         recorded = without_mtp(recorded)

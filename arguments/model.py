@@ -119,7 +119,7 @@ class ModelArgs:
     """Biases in all linear layers."""
     add_qkv_bias: bool = flag(False, restore="always")
     """Add biases to the query/key/value projection only."""
-    add_attention_output_bias: bool = flag(False, restore="always")
+    add_attention_output_bias: bool = flag(False, restore="always", needs="attention")
     """Add a bias to the output projection of attention, also with --disable-bias-linear (Phi-3.5-MoE). A flag of this
     program."""
     add_output_layer_bias: bool = flag(False, restore="always")

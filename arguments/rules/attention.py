@@ -171,11 +171,11 @@ def limit_window_and_value_heads(s: Settings, _f: DerivedSizes) -> Iterator[Limi
 
 def limit_biases(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     """List what biases of two layers alone are not built for."""
-    for dest in ("multi_latent_attention", "hybrid_layer_pattern", VARIANT):
+    for dest in ("multi_latent_attention", VARIANT):
         yield Limit(
             s.add_attention_output_bias and bool(getattr(s, dest)),
-            "{add_attention_output_bias:flag} cannot be combined with {:flag}: it is built for softmax attention in "
-            "every layer.",
+            "{add_attention_output_bias:flag} cannot be combined with {:flag}: it is built for softmax attention "
+            "alone.",
             (dest,),
         )
     for dest, reason in (

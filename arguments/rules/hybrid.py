@@ -188,11 +188,6 @@ def limit_hybrid_layers(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
         f"{{hybrid_layer_pattern:flag}} cannot be combined with {{{VARIANT}:flag}}: its letters G and D select gdn and "
         "dsa.",
     )
-    yield Limit(
-        pattern and s.moe_use_upcycling,
-        "{hybrid_layer_pattern:flag} cannot be combined with {moe_use_upcycling:flag}: there is no dense model of such "
-        "layers.",
-    )
     for dest in ("post_self_attn_layernorm", "apply_residual_connection_post_layernorm"):
         yield Limit(
             MAMBA in letters and getattr(s, dest),

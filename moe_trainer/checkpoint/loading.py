@@ -461,7 +461,7 @@ class Loader:
         if self._is_other_flavor:  # `difference` has compared the layers
             left_out |= LAYER_FLAGS
         if self._options.upcycle:  # of a dense model
-            left_out |= {name for name in SHAPE if OPTIONS[name].section == "moe"}
+            left_out |= {name for name in SHAPE if OPTIONS[name].section == "moe"} | {"hybrid_layer_pattern"}
         differences = {}
         lora = LORA if here.get("lora_dim") and saved.get("lora_dim") else ()  # the base of new adapters has none
         for name in (dest for dest in (*SHAPE, *MUP, *lora) if dest not in left_out):

@@ -39,7 +39,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
 from arguments.container import OPTIONS
-from arguments.layer_pattern import moe_layer_pattern, mtp_is_moe
+from arguments.layer_pattern import MLP, MOE, STAGE, moe_layer_pattern, mtp_layer_pattern
 from arguments.mechanisms.format_kinds.eight_bit import SCALING_PREFIX
 from arguments.mechanisms.selection_kinds.declaration import UpcycledExperts
 from arguments.mechanisms.selections import SPLITS, of_balancing
@@ -52,7 +52,7 @@ from moe_trainer.parallel.rng import named_generator
 
 # not parameters of the model: optimizer states, scales of delayed scaling
 _NOT_PARAMETERS = ("optimizer.", "chained_", SCALING_PREFIX)
-_MLP = re.compile(r"^((decoder|mtp)\.layers\.(\d+)\.(?:\w+\.)?mlp)\.linear_fc([12])\.(weight|bias)$")
+_MLP = re.compile(r"^((?:decoder|mtp)\.layers\.\d+\.(?:\w+\.(?:layers\.\d+\.)?)?mlp)\.linear_fc([12])\.(weight|bias)$")
 _EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 # flags that the dense model and the MoE model have in common
 _COMMON = tuple(
@@ -188,15 +188,28 @@ def tensor_recipes(
     dense: Mapping[str, LogicalTensor], spec: UpcyclingSpec, args: Mapping[str, Any]
 ) -> Iterator[TensorRecipe]:
     """Yield all tensors of the MoE model, in the order of the dense tensors."""
-    pattern = moe_layer_pattern(args["num_layers"], args["num_experts"], args["moe_layer_freq"])
     for name, tensor in dense.items():
         network = _MLP.match(name)
-        if network is None or not (pattern[int(network[3])] if network[2] == "decoder" else mtp_is_moe(pattern)):
+        if network is None or not _becomes_experts(network[1], args):
             yield _copy(name, tensor)
         else:
-            yield from _expand_mlp(network[1], f"fc{network[4]}", network[5], tensor, spec, args)
+            yield from _expand_mlp(network[1], f"fc{network[2]}", network[3], tensor, spec, args)
     if args["untie_embeddings_and_output_weights"] and _HEAD not in dense and _EMBEDDING in dense:
         yield _copy(_HEAD, dense[_EMBEDDING])
+
+
+def _becomes_experts(mlp: str, args: Mapping[str, Any]) -> bool:
+    """Return whether the MoE model has experts in the place of an MLP of the dense one, by its name."""
+    pattern = moe_layer_pattern(args["num_layers"], args["num_experts"], args["moe_layer_freq"])
+    layer, *in_depth = (int(number) for number in re.findall(r"layers\.(\d+)\.", mlp))
+    if mlp.startswith("decoder."):
+        return pattern[layer]
+    return mtp_layer_pattern(pattern, args.get("hybrid_layer_pattern"))[in_depth[0] if in_depth else 0]
+
+
+def _dense_pattern(flags: Mapping[str, Any]) -> str:
+    """Return the pattern of a hybrid model with an MLP in the place of experts, "" for other models."""
+    return (flags.get("hybrid_layer_pattern") or "").replace(STAGE, "").replace(MOE, MLP)
 
 
 def _copy(name: str, tensor: LogicalTensor) -> TensorRecipe:
@@ -274,6 +287,9 @@ def _check(
         for name in _COMMON
         if name in saved and name in args and (saved[name] or None) != (args[name] or None)
     ]
+    if _dense_pattern(saved) != _dense_pattern(args):
+        one, other = saved.get("hybrid_layer_pattern"), _dense_pattern(args)
+        differing.append(f"  --hybrid-layer-pattern, with - for E: {one!r} in the checkpoint, {other!r} here")
     if differing:
         title = f"--moe-use-upcycling: {folder} is of another model than these flags; what is to be the same:"
         raise CheckpointError("\n".join([title, *differing]))

@@ -131,7 +131,8 @@ def test_what_letters_of_a_hybrid_pattern_select_need_not_be_recorded(pattern):
     unset = {"experimental_attention_variant": None, "linear_attention_freq": None, "position_embedding_type": "none"}
     assert [dest for dest in SHAPE if not same_meaning(dest, here | unset, here)] == []
     gpt = here | unset | {"hybrid_layer_pattern": None}
-    assert not all(same_meaning(dest, gpt, here) for dest in unset)
+    same = all(same_meaning(dest, gpt, here) for dest in unset)
+    assert same == (pattern == "+E")  # latent attention of GPT models rotates with "none" too
 
 
 def test_flags_that_number_layers_are_those_of_sublayers_in_a_pattern():
@@ -150,6 +151,13 @@ def test_flags_that_number_layers_are_those_of_sublayers_in_a_pattern():
     assert numbering_difference(unset, none) is None
     in_depth = [{"hybrid_layer_pattern": "*-*-/*-", "no_rope_freq": [0, 0, 1, 1, each, 0]} for each in (0, 1)]
     assert "[0, 1, 0] in the checkpoint, and [0, 1, 1]" in (numbering_difference(*in_depth) or "")
+
+
+def test_a_pattern_with_experts_is_kept_where_a_dense_one_is_upcycled():
+    recorded = parse_args([*LINE, "--hybrid-layer-pattern=*-*-"], 1).as_dict()
+    words = "--num-experts 4 --moe-use-upcycling --save new --save-interval 5 --disable-bias-linear".split()
+    args = parse_args([*LINE, *words, "--hybrid-layer-pattern=*E*-"], 1, checkpoint=recorded)
+    assert args.model.hybrid_layer_pattern == "*E*-" and args.moe.moe_layer_freq == [0, 1, 0, 0]
 
 
 def test_stages_of_a_pattern_are_the_runs_own():

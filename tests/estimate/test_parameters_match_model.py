@@ -61,7 +61,7 @@ BASE = (
         "--lora-target-modules linear_qkv *.layers.1.*fc1 out_proj",
         "--multi-latent-attention --q-lora-rank 12 --kv-lora-rank 10 --position-embedding-type rope --no-rope-fusion --lora-dim 3 "
         "--head-wise-attn-gate",
-        "--hybrid-layer-pattern M*E- --position-embedding-type none --num-experts 4 --mamba-num-heads 4 --mamba-head-dim 6 "
+        "--hybrid-layer-pattern M*E- --add-attention-output-bias --position-embedding-type none --num-experts 4 --mamba-num-heads 4 --mamba-head-dim 6 "
         "--mamba-num-groups 2 --mamba-state-dim 5 --disable-bias-linear --lora-dim 3",
         "--hybrid-layer-pattern GE+- --num-experts 4 --swiglu --q-lora-rank 12 --kv-lora-rank 10 --position-embedding-type rope "
         "--no-rope-fusion --qk-layernorm --linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 5 "

@@ -73,6 +73,7 @@ def upcycle(source, flags, folder, ranks=1):
         (SQUARED, f"{EXPERTS} --moe-upcycling-granularity 2"),
         (SQUARED, f"{EXPERTS} --moe-ffn-hidden-size 16 --num-experts 12 --moe-router-topk 6"),
         (GATED.replace("--disable-bias-linear", ""), f"{EXPERTS} --moe-router-score-function sigmoid"),
+        (f"{GATED} --hybrid-layer-pattern=*-*-", f"{EXPERTS} --hybrid-layer-pattern=*E*-"),
     ],
 )
 def test_upcycled_model_has_the_loss_of_the_dense_model(model, experts, dense, upcycled):
@@ -223,6 +224,10 @@ def test_upcycled_training_starts_at_iteration_1_and_resumes(dense, tmp_path):
     [
         (f"{SQUARED} {EXPERTS}", "--squared-relu"),
         (f"{GATED} {EXPERTS} --num-layers 3", "--num-layers"),
+        (
+            f"{GATED} {EXPERTS} --hybrid-layer-pattern=*E",
+            "--hybrid-layer-pattern, with - for E: None in the checkpoint, '*-'",
+        ),
         (f"{TIED} {EXPERTS}", "output_layer.weight of the checkpoint is not in this model"),
     ],
 )
@@ -327,6 +332,10 @@ def test_mtp_layer_is_upcycled_like_the_last_layer():
     network = "mtp.layers.0.mtp_model_layer.mlp."
     assert f"{network}experts.local_experts.3.linear_fc1.weight" in upcycled_names(f"{network}linear_fc1.weight")
     assert upcycled_names(f"{network}linear_fc1.weight", moe_layer_freq=[1, 0]) == {f"{network}linear_fc1.weight"}
+    hybrid = {"hybrid_layer_pattern": "*-/*-*E", "moe_layer_freq": [0, 0]}
+    for number, is_routed in ((1, False), (3, True)):
+        name = f"mtp.layers.0.mtp_model_layer.layers.{number}.mlp.linear_fc1.weight"
+        assert (name not in upcycled_names(name, **hybrid)) == is_routed
 
 
 def test_a_shared_expert_has_a_gate_only_when_enabled():
