@@ -174,11 +174,6 @@ def limit_hybrid_layers(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
         kind="later",
     )
     yield Limit(
-        _has_latents(letters) and s.position_embedding_type == "learned_absolute",
-        "{hybrid_layer_pattern:flag} with D or + (latent attention, which rotates) cannot be combined with "
-        "{position_embedding_type:flag} learned_absolute, the default: give rope or none.",
-    )
-    yield Limit(
         pattern and s.multi_latent_attention and not _has_latents(letters),
         "{hybrid_layer_pattern:flag} cannot be combined with {multi_latent_attention:flag}: * is grouped-query "
         "attention, + latent attention.",

@@ -230,8 +230,6 @@ def test_latent_attention_rotates_whatever_the_position_embedding_is():
     for kind in ("learned_absolute", "none"):
         assert torch.equal(make_rotary(replace(latent, position_embedding_type=kind)).inv_freq, rope)
         assert make_rotary(replace(MODEL, position_embedding_type=kind)) is None
-    kimi = replace(latent, experimental_attention_variant="kda", linear_attention_freq=[1, 0])
-    assert make_rotary(replace(kimi, position_embedding_type="none")) is None
     settings, _ = resolve_command_line([*TOY, *"--multi-latent-attention --position-embedding-type none".split()], 1)
     assert settings.position_embedding_type == "rope"
     record = settings.values | {"position_embedding_type": "none"}  # Megatron-LM's

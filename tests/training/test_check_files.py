@@ -24,6 +24,7 @@ from training.injected_faults import train_with
 from training.tiny import TINY
 
 from arguments.data import DataArgs
+from arguments.mechanisms.formats import FLAGS
 from moe_trainer.commands import train_process
 from moe_trainer.data.fingerprint import compare_fingerprints, make_fingerprint, warn_of_training_text
 from moe_trainer.data.indexed import write_indexed_dataset
@@ -174,10 +175,11 @@ def test_files_of_settings_are_read(folder, check):
 
 
 def test_functions_that_choose_formats_are_imported(folder, check):
-    (folder / "chooser.py").write_text("def formats(role):\n    return 'nvfp4'\n")
-    for width, given in (("4", "--fp4-format e2m1"), ("8", "--fp8-format e4m3")):
-        flag = f"--fp{width}-quantizer-factory"
-        flags = f"--data-path a --eval-iters 0 --bf16 {given} --fp{width}-recipe custom {flag} chooser"
+    (folder / "chooser.py").write_text("def formats(role):\n    return 'mxfp8'\n")
+    for each in FLAGS:
+        flag = f"--{each.factory.replace('_', '-')}"
+        given = f"--{each.name}-format {each.values[0]} --{each.name}-recipe custom {flag}"
+        flags = f"--data-path a --eval-iters 0 --bf16 {given} chooser"
         code, _, err = check(f"{flags}.absent")
         assert code == 2 and f"{flag} chooser.absent: module chooser has no function absent" in err
         assert check(f"{flags}.formats")[::2] == (0, "")

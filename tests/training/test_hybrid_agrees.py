@@ -190,9 +190,8 @@ SELECTIVE = "--recompute-granularity selective --recompute-modules"
 OFFLOAD = "--fine-grained-activation-offloading --offload-modules attn_norm qkv_linear core_attn mlp_norm expert_fc1"
 FP8 = "--bf16 --fp8-format hybrid --fp8-recipe"
 PLAIN_TRANSFORMERS = {
-    f"--optimizer muon --use-mup --mup-base-hidden-size 8 {SELECTIVE} core_attn moe_act layernorm "
-    "--add-attention-output-bias": 1,
-    f"{FP8} delayed --post-self-attn-layernorm --post-mlp-layernorm {SELECTIVE} moe": 1,
+    f"--optimizer muon --use-mup --mup-base-hidden-size 8 {SELECTIVE} core_attn moe_act layernorm": 1,
+    f"{FP8} delayed --post-self-attn-layernorm --post-mlp-layernorm {SELECTIVE} moe --add-attention-output-bias": 1,
     f"--transformer-impl transformer_engine {OFFLOAD} --apply-residual-connection-post-layernorm": 1,
     f"{FP8} tensorwise --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall "
     "--overlap-moe-expert-parallel-comm": 2,
