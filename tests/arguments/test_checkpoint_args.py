@@ -154,9 +154,10 @@ def test_flags_that_number_layers_are_those_of_sublayers_in_a_pattern():
 
 
 def test_a_pattern_with_experts_is_kept_where_a_dense_one_is_upcycled():
-    recorded = parse_args([*LINE, "--hybrid-layer-pattern=*-*-"], 1).as_dict()
-    words = "--num-experts 4 --moe-use-upcycling --save new --save-interval 5 --disable-bias-linear".split()
-    args = parse_args([*LINE, *words, "--hybrid-layer-pattern=*E*-"], 1, checkpoint=recorded)
+    line = [*LINE, "--disable-bias-linear"]
+    recorded = parse_args([*line, "--hybrid-layer-pattern=*-*-"], 1).as_dict()
+    words = "--num-experts 4 --moe-use-upcycling --save new --save-interval 5 --hybrid-layer-pattern=*E*-".split()
+    args = parse_args([*line, *words], 1, checkpoint=recorded)
     assert args.model.hybrid_layer_pattern == "*E*-" and args.moe.moe_layer_freq == [0, 1, 0, 0]
 
 

@@ -54,7 +54,7 @@ def test_a_value_that_begins_with_a_dash_is_joined_to_its_flag():
     (wrong,) = messages([*TOY, "--num-experts", "4", "--hybrid-layer-pattern", "-E"])
     assert wrong.endswith("begins with a dash, as flags do: --hybrid-layer-pattern=-E")
     words = to_command_line({"hybrid_layer_pattern": "-E", "window_size": (-1, 0), "lr": -1.0})
-    assert words == ["--window-size", "-1,0", "--hybrid-layer-pattern=-E", "--lr", "-1.0"]
+    assert words == ["--window-size=-1,0", "--hybrid-layer-pattern=-E", "--lr", "-1.0"]
 
 
 def test_value_of_a_similar_flag_is_named():
