@@ -94,15 +94,15 @@ def note_redundant_modules(s: Settings, f: DerivedSizes) -> None:
         )
 
 
-def absent_modules(s: Settings, f: DerivedSizes) -> dict[str, str]:
+def absent_modules(s: Settings, sizes: DerivedSizes) -> dict[str, str]:
     """Return the modules, in the words of recompute, offload and graphs, that no layer has, and what it would be."""
     pattern, mixers = s.hybrid_layer_pattern, mixing_sublayers(s)
     if pattern:
         letters = hybrid_letters(pattern) + mtp_letters(pattern)
         has_experts, has_dense = MOE in letters, MLP in letters
     else:
-        has_experts = f.experts is not None and (f.moe_layers is None or any(f.moe_layers))
-        has_dense = f.experts is None or f.moe_layers is None or not all(f.moe_layers)
+        has_experts = sizes.experts is not None and (sizes.moe_layers is None or any(sizes.moe_layers))
+        has_dense = sizes.experts is None or sizes.moe_layers is None or not all(sizes.moe_layers)
     absent = {}
     if not has_experts:
         absent = dict.fromkeys((*OF_EXPERTS, "shared_experts"), "experts")
