@@ -143,6 +143,8 @@ def _unmeasured_widths() -> Features:
     return {f"{each.name} GEMMs": partial(_has_gemms, each.name) for each in FLAGS if not each.is_measured}
 
 
+_FARTHER: Features = MappingProxyType(_exchanges_farther())
+
 UNTESTED_FEATURES: Features = MappingProxyType(
     {
         "context parallelism below 16K tokens": lambda plan: (
@@ -157,7 +159,7 @@ UNTESTED_FEATURES: Features = MappingProxyType(
         ),
         "neither bf16 nor fp8": lambda plan: not plan.args.precision.bf16,
         **_unmeasured_dispatchers(),
-        **_exchanges_farther(),
+        **_FARTHER,
         "fully sharded data parallelism": lambda plan: plan.args.parallel.fsdp_strategy not in (None, "no_shard"),
         "the zero-bubble schedule": lambda plan: plan.args.parallel.pipeline_schedule == "zero-bubble",
         "attention without a fused kernel": lambda plan: plan.args.model.attention_backend in ("unfused", "local"),
@@ -181,7 +183,7 @@ OF_MAPPINGS = (
     "context parallelism below 16K tokens",
     "overlapped exchange on GB200 or later",
     "narrower experts in 8 bits than any fitted run has",
-    *_exchanges_farther(),
+    *_FARTHER,
     "full recompute",
     "more than 16 pipeline stages",
 )
