@@ -71,7 +71,7 @@ class ModelArgs:
     """Kind of normalization before attention, before the feed-forward layer and at the end."""
     layernorm_epsilon: float = flag(1e-05, "--norm-epsilon", restore="always", bounds=">0")
     """Constant added to the variance before its square root is taken."""
-    layernorm_zero_centered_gamma: bool = flag(False, "--apply-layernorm-1p", restore="always")
+    layernorm_zero_centered_gamma: bool = flag(False, "--apply-layernorm-1p", restore="always", draws=(True,))
     """Store the norm's gain minus one, so that weight decay pulls it towards one."""
     apply_residual_connection_post_layernorm: bool = flag(False, restore="always")
     """Take the residual after the norm instead of before it (the original transformer)."""

@@ -44,6 +44,7 @@ def flag(
     role: Role | None = None,
     bounds: Bounds | None = None,
     most: float | None = None,
+    draws: tuple[object, ...] = (),
 ):
     """Declare a flag of which there is more to say than its name, type and default.
 
@@ -53,13 +54,13 @@ def flag(
     `role`, unless it is that of most flags of the section; `restore`, which every flag of the model, of its experts and
     of the data says, and of the others those that a checkpoint restores; `bounds` and `most`, the largest value, of
     numbers. `unset` is what a flag without a value means for the weights: a value, or the name of the flag whose value
-    it takes.
+    it takes. `draws` are values that random mappings are proven with (moe_trainer/verification/random_layouts.py).
     """
     needs = (needs,) if isinstance(needs, str) else needs
     restore = (restore,) if isinstance(restore, str) else restore
     metadata: dict[str, object] = {"on": spellings, "off": off, "nargs": nargs, "parse": parse, "metavar": metavar}
     metadata |= {"hidden": hidden, "restore": restore, "unset": unset, "needs": needs, "path": path, "role": role}
-    metadata |= {"bounds": bounds, "most": most}
+    metadata |= {"bounds": bounds, "most": most, "draws": draws}
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -135,6 +136,7 @@ class Option:
     role: Role | None
     bounds: Bounds | None
     most: float | None
+    draws: tuple[object, ...]
 
     @property
     def spellings(self) -> tuple[str, ...]:
@@ -251,6 +253,7 @@ def make_option(field: dataclasses.Field, section: str) -> Option:
         role=extra.get("role") or _ROLE_OF_SECTION.get(section),
         bounds=extra.get("bounds"),
         most=extra.get("most"),
+        draws=extra.get("draws", ()),
     )
 
 

@@ -66,6 +66,7 @@ class Dispatcher(Mechanism[Capability]):
             sends all slots.
         traffic: what one exchange sends.
         is_measured: measured times of it, or of one that sends alike, confirm `traffic`; else plans widen their error.
+        is_upstream: Megatron-LM has the value that selects it.
         old_names: earlier spellings of the value that selects it.
         package: Python package of the library for CUDA devices that exchanges the tokens; without it alltoall runs.
             None if collectives exchange them.
@@ -77,6 +78,11 @@ class Dispatcher(Mechanism[Capability]):
             having no effect.
         upstream_needs_ranks: in Megatron-LM it stops at the first forward pass with one expert rank.
         classes: what else the doctor looks for in `package`: names in its lines, with the class that each needs.
+        slows_with_experts: published runs with many experts take longer than `traffic` says; plans correct it by
+            what these runs say (estimate/corrections.py).
+        measured_domains: how many NVLink domains the published runs that it exchanged tokens in had; plans of more
+            widen their error. None: the number says nothing of the error.
+        measured_gpus: the same of the GPUs that NVLink joins.
         groups_by_domain: its groups follow --moe-hierarchical-domain-size; within one domain alltoall runs.
     """
 
@@ -88,6 +94,10 @@ class Dispatcher(Mechanism[Capability]):
     gathers: bool
     traffic: Callable[[ExchangedTokens], Traffic]
     is_measured: bool
+    is_upstream: bool
+    slows_with_experts: bool = False
+    measured_domains: int | None = None
+    measured_gpus: int | None = None
     old_names: tuple[str, ...] = ()
     package: str | None = None
     compute_capability: int = 0
@@ -174,6 +184,7 @@ LOCAL = Dispatcher(
     gathers=False,
     traffic=nothing,
     is_measured=True,
+    is_upstream=True,
 )
 """Of one expert rank; no flag selects it."""
 
@@ -204,6 +215,7 @@ ALLGATHER = Dispatcher(
     gathers=True,
     traffic=all_gather,
     is_measured=False,
+    is_upstream=True,
 )
 
 ALLTOALL = Dispatcher(
@@ -232,6 +244,8 @@ ALLTOALL = Dispatcher(
     gathers=False,
     traffic=every_copy,
     is_measured=True,
+    is_upstream=True,
+    slows_with_experts=True,
 )
 
 DEEPEP = Dispatcher(
@@ -266,6 +280,8 @@ DEEPEP = Dispatcher(
     gathers=False,
     traffic=_deepep_traffic,
     is_measured=True,
+    is_upstream=True,
+    measured_gpus=8,
 )
 
 HYBRIDEP = Dispatcher(
@@ -297,6 +313,8 @@ HYBRIDEP = Dispatcher(
     gathers=False,
     traffic=once_per_domain,
     is_measured=True,
+    is_upstream=True,
+    measured_domains=2,
 )
 
 NCCLEP = Dispatcher(
@@ -331,6 +349,7 @@ NCCLEP = Dispatcher(
     gathers=False,
     traffic=once_per_domain,
     is_measured=True,
+    is_upstream=True,
 )
 
 HIERARCHICAL = Dispatcher(
@@ -360,6 +379,7 @@ HIERARCHICAL = Dispatcher(
     gathers=False,
     traffic=two_steps,
     is_measured=True,
+    is_upstream=False,
 )
 
 DISPATCHERS = (

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from arguments.mechanisms.dispatchers import ALLTOALL, HYBRIDEP, get_dispatcher
+from arguments.mechanisms.dispatchers import get_dispatcher
 
 if TYPE_CHECKING:
     from arguments import Arguments
@@ -39,16 +39,10 @@ def is_fused_iteration(args: Arguments) -> bool:
     return args.model.use_transformer_engine_op_fuser and args.training.cuda_graph_impl == "full_iteration"
 
 
-def uses_alltoall(args: Arguments) -> bool:
-    """Whether NCCL's all-to-all exchanges the tokens of many experts."""
-    is_used = get_dispatcher(args.moe) is ALLTOALL and args.parallel.expert_model_parallel_size > 1
-    return is_used and (args.moe.num_experts or 0) > MANY_EXPERTS
-
-
-def crosses_nodes_by_hybridep(args: Arguments, hardware: Hardware) -> bool:
-    """Whether HybridEP exchanges tokens among more than two NVLink domains."""
-    span = args.parallel.expert_model_parallel_size * args.parallel.etp_size
-    return get_dispatcher(args.moe) is HYBRIDEP and span > 2 * hardware.domain
+def exchanges_slowly(args: Arguments) -> bool:
+    """Whether the tokens of many experts are exchanged by a dispatcher that these slow down: NCCL's all-to-all."""
+    is_slow = get_dispatcher(args.moe).slows_with_experts and args.parallel.expert_model_parallel_size > 1
+    return is_slow and (args.moe.num_experts or 0) > MANY_EXPERTS
 
 
 def launches_overlapped_attention(args: Arguments) -> bool:
@@ -84,7 +78,7 @@ CORRECTIONS: Mapping[str, Strength] = MappingProxyType(
         "Blackwell": lambda args, hardware: hardware.is_blackwell and not hardware.is_blackwell_ultra,
         "Blackwell Ultra": lambda args, hardware: hardware.is_blackwell_ultra,
         "narrow experts in 8 bits": _narrowness,
-        "NCCL's all-to-all among more than 64 experts": lambda args, hardware: uses_alltoall(args),
+        "NCCL's all-to-all among more than 64 experts": lambda args, hardware: exchanges_slowly(args),
         "overlapped exchange of layers that the host launches": (
             lambda args, hardware: launches_overlapped_attention(args)
         ),

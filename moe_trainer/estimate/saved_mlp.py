@@ -21,7 +21,17 @@ def mlp(layer: LayerSizes, name: str, ffn: int, part: str = "") -> Iterator[Save
     yield SavedTensor(f"{name}.linear_fc1.y", (layer.tokens, _fc1_factor(layer) * ffn), layer.size, part)
     if layer.model.squared_relu:
         yield SavedTensor(f"{name}.relu", (layer.tokens, ffn), layer.size, part)
+    yield from _unfused_gate(layer, name, ffn, part)
     yield SavedTensor(f"{name}.linear_fc2.x", (layer.tokens, ffn), layer.size, part)
+
+
+def _unfused_gate(layer: LayerSizes, name: str, ffn: int, part: str) -> Iterator[SavedTensor]:
+    """Yield what a gated activation saves besides its input where it is not one function (ops/pointwise.py)."""
+    model = layer.model
+    is_clamped, is_changed = model.activation_func_clamp_value is not None, bool(model.glu_linear_offset)
+    if model.quick_geglu or model.swiglu and (is_clamped or is_changed):
+        count = 1 + model.quick_geglu + is_clamped + (is_clamped or is_changed)  # f(gate), sigmoid, gate, up
+        yield SavedTensor(f"{name}.gate", (count, layer.tokens, ffn), layer.size, part)
 
 
 def _fc1_factor(layer: LayerSizes) -> int:
@@ -86,6 +96,9 @@ def _router(layer: LayerSizes) -> Iterator[SavedTensor]:
     moe, own, size = layer.moe, layer.own, _logit_size(layer)
     wide = max(size, WIDE)
     yield from _loss_gradients(layer, wide)
+    if moe.moe_input_jitter_eps is not None:
+        yield SavedTensor("router.noise", (own, layer.hidden), layer.size)
+        yield SavedTensor("router.x", (own, layer.hidden), layer.size)
     experts, topk = layer.num_experts, moe.moe_router_topk
     if "sinkhorn" in moe.moe_router_load_balancing_type:
         yield SavedTensor("router.scores", (own, experts), wide)

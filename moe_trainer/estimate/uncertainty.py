@@ -25,16 +25,15 @@ from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
 from arguments.layer_pattern import uses_window
-from arguments.mechanisms.dispatchers import DEEPEP, SELECTABLE, Dispatcher, get_dispatcher
+from arguments.mechanisms.dispatchers import SELECTABLE, Dispatcher, get_dispatcher
 from arguments.mechanisms.formats import FLAGS
 from arguments.mechanisms.sublayers import variant_of
 from moe_trainer.estimate.corrections import (
     Bias,
-    crosses_nodes_by_hybridep,
+    exchanges_slowly,
     fit_factors,
     has_narrower_experts,
     launches_overlapped_attention,
-    uses_alltoall,
 )
 from moe_trainer.estimate.interconnect import Interconnect
 from moe_trainer.estimate.layer_time import LayerTime
@@ -85,9 +84,34 @@ def _exchanges_by(dispatcher: Dispatcher, plan: Plan) -> bool:
     return get_dispatcher(plan.args.moe) is dispatcher and plan.args.parallel.expert_model_parallel_size > 1
 
 
+def _exchanges_farther() -> Features:
+    """Return the dispatchers whose published runs exchanged tokens among fewer NVLink domains, or in smaller ones."""
+    domains = {
+        f"{each.name} among more than {each.measured_domains} NVLink domains": partial(_crosses_domains, each)
+        for each in SELECTABLE
+        if each.measured_domains is not None
+    }
+    gpus = {
+        f"{each.name} where NVLink joins more than {each.measured_gpus}": partial(_joins_more, each)
+        for each in SELECTABLE
+        if each.measured_gpus is not None
+    }
+    return domains | gpus
+
+
+def _crosses_domains(dispatcher: Dispatcher, plan: Plan) -> bool:
+    span = plan.args.parallel.expert_model_parallel_size * plan.args.parallel.etp_size
+    measured = (dispatcher.measured_domains or 0) * plan.hardware.domain
+    return get_dispatcher(plan.args.moe) is dispatcher and span > measured
+
+
+def _joins_more(dispatcher: Dispatcher, plan: Plan) -> bool:
+    return get_dispatcher(plan.args.moe) is dispatcher and plan.hardware.domain > (dispatcher.measured_gpus or 0)
+
+
 FEATURES: Features = MappingProxyType(
     {
-        "NCCL's all-to-all among more than 64 experts": lambda plan: uses_alltoall(plan.args),
+        "NCCL's all-to-all among more than 64 experts": lambda plan: exchanges_slowly(plan.args),
         "launch-bound (eager)": lambda plan: not plan.hardware.synchronous and host_share(plan) > 0.95,
         "overlapped exchange of layers that the host launches": lambda plan: launches_overlapped_attention(plan.args),
         "attention with a window": lambda plan: any(
@@ -119,6 +143,8 @@ def _unmeasured_widths() -> Features:
     return {f"{each.name} GEMMs": partial(_has_gemms, each.name) for each in FLAGS if not each.is_measured}
 
 
+_FARTHER: Features = MappingProxyType(_exchanges_farther())
+
 UNTESTED_FEATURES: Features = MappingProxyType(
     {
         "context parallelism below 16K tokens": lambda plan: (
@@ -133,12 +159,7 @@ UNTESTED_FEATURES: Features = MappingProxyType(
         ),
         "neither bf16 nor fp8": lambda plan: not plan.args.precision.bf16,
         **_unmeasured_dispatchers(),
-        "HybridEP among more than two NVLink domains": (
-            lambda plan: crosses_nodes_by_hybridep(plan.args, plan.hardware)
-        ),
-        "DeepEP where NVLink joins more than 8": lambda plan: (
-            get_dispatcher(plan.args.moe) is DEEPEP and plan.hardware.domain > 8
-        ),
+        **_FARTHER,
         "fully sharded data parallelism": lambda plan: plan.args.parallel.fsdp_strategy not in (None, "no_shard"),
         "the zero-bubble schedule": lambda plan: plan.args.parallel.pipeline_schedule == "zero-bubble",
         "attention without a fused kernel": lambda plan: plan.args.model.attention_backend in ("unfused", "local"),
@@ -162,8 +183,7 @@ OF_MAPPINGS = (
     "context parallelism below 16K tokens",
     "overlapped exchange on GB200 or later",
     "narrower experts in 8 bits than any fitted run has",
-    "DeepEP where NVLink joins more than 8",
-    "HybridEP among more than two NVLink domains",
+    *_FARTHER,
     "full recompute",
     "more than 16 pipeline stages",
 )

@@ -12,8 +12,8 @@
 #   TP PP EP CP ETP  parallel sizes     VPP or LAYERS_PER_VP, PP_FIRST PP_LAST, LAYOUT   layers of the pipeline (false: not set)
 #   MBS GBS SEQ_LEN NUM_LAYERS TRAIN_ITERS      RECOMPUTE   full, or modules: "layernorm mlp moe_act"
 #   PR               bf16 | fp8 | mxfp8
-#   DISPATCHER       alltoall | allgather | deepep | hybridep; else MOE_TOKEN_DISPATCHER; else for the zoo's models deepep
-#                    (launch.sh: the zoo's MOE_TOKEN_DISPATCHER). MOE_GROUPED_GEMM=true
+#   DISPATCHER       a value of --moe-token-dispatcher-type or --moe-flex-dispatcher-backend: alltoall, deepep, hybridep, ...
+#                    Else MOE_TOKEN_DISPATCHER; else for the zoo's models deepep (launch.sh: the zoo's MOE_TOKEN_DISPATCHER). MOE_GROUPED_GEMM=true
 #   A2A_OVERLAP=1 OPTIMIZER_OFFLOAD=1 PROFILE=torch|nsys
 #   OUTPUT_PATH      directory of checkpoints, tensorboard and logs (runs/RUN_NAME, runs/MODEL)
 #   DATA_PATH        "PREFIX" or "0.7 A 0.3 B"; mock, or unset and no flag of data among the extra ones: mock data
@@ -379,12 +379,17 @@ dispatcher_flags() {
     fi
     unset 'DEFAULTS[MOE_TOKEN_DISPATCHER]'
     [ -n "${DISPATCHER:-}" ] || return 0
-    one_of DISPATCHER alltoall allgather flex deepep hybridep
-    case $DISPATCHER in
-        alltoall | allgather) FLAGS+=(--moe-token-dispatcher-type "$DISPATCHER") ;;
-        flex | deepep) FLAGS+=(--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend deepep) ;;
-        hybridep) FLAGS+=(--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep --moe-hybridep-num-sms 32) ;;
-    esac
+    [ "$DISPATCHER" != flex ] || DISPATCHER=deepep
+    local declared words
+    declared=$("$(find_run_python)" -c 'import sys
+sys.path.insert(0, sys.argv[1])
+from arguments.mechanisms.dispatchers import SELECTABLE
+for each in SELECTABLE: print(each.key, *each.words)' "$ROOT") || fail "DISPATCHER=$DISPATCHER: the list of dispatchers cannot be read"
+    # shellcheck disable=SC2046 # one word for each
+    one_of DISPATCHER $(cut -d " " -f 1 <<<"$declared")
+    read -ra words < <(grep "^$DISPATCHER " <<<"$declared")
+    FLAGS+=("${words[@]:1}")
+    [ "$DISPATCHER" != hybridep ] || FLAGS+=(--moe-hybridep-num-sms 32)
 }
 
 expert_flags() {

@@ -10,6 +10,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping
 
+from arguments.container import OPTIONS
 from arguments.mechanisms.dispatchers import (
     ALLTOALL,
     BACKEND,
@@ -95,6 +96,7 @@ def draw(rng: random.Random, mapping: ParallelMapping) -> ParityCase | None:
     values |= _chunks(separate_rng(), values)
     values |= _norms_of_layers(separate_rng())
     values |= _head_gates(separate_rng(), values)
+    values |= _declared(separate_rng())
     set_values = {dest: value for dest, value in values.items() if value is not None}
     try:
         return make_case(mapping, set_values, bool(values.get("bf16")))
@@ -358,6 +360,12 @@ def _head_gates(rng: random.Random, values: dict[str, object]) -> dict[str, obje
     """Draw gates of whole heads of latent attention sometimes."""
     gates = rng.choice((False, False, True)) and values.get("multi_latent_attention")
     return {"head_wise_attn_gate": True} if gates and not values.get(VARIANT) else {}
+
+
+def _declared(rng: random.Random) -> dict[str, object]:
+    """Draw flags sometimes whose fields say which values."""
+    drawn = (option for option in OPTIONS.values() if option.draws and _chance(rng, 0.2))
+    return {option.dest: rng.choice(option.draws) for option in drawn}
 
 
 def _batch(rng: random.Random, mapping: ParallelMapping) -> dict[str, object]:

@@ -4,6 +4,7 @@ import json
 
 from arguments.container import OPTIONS
 from arguments.flag_status import OLD_SPELLINGS, PRODUCTS, find_out_of_scope, is_known_spelling
+from arguments.mechanisms.dispatchers import BACKEND, SELECTABLE, TYPE
 from arguments.mechanisms.sublayers import SUBLAYERS, VARIANT
 from arguments.settings import Settings
 from arguments.tokens import FIELDS, parse_tokens
@@ -11,7 +12,8 @@ from tests.arguments.recorded import load, megatron_flags, megatron_parser
 
 FLAGS = megatron_flags()
 OWN_CHOICES = {
-    "moe_flex_dispatcher_backend": ["hierarchical"],
+    TYPE: [each.type for each in SELECTABLE if each.backend is None and not each.is_upstream],
+    BACKEND: [each.backend for each in SELECTABLE if each.backend is not None and not each.is_upstream],
     VARIANT: [each.variant for each in SUBLAYERS if each.variant and not each.is_upstream],
 }
 OWN_DEFAULTS = {"eval_interval": 1000}  # that of the released versions, and not main's None

@@ -9,22 +9,24 @@ import torch
 import torch.distributed as dist
 from harness import run_ranks
 from moe.layers import HIDDEN, RankGrads, build_layer, build_shard, sections, total_grads
+from structure.declared import classes_of
 
+from arguments.mechanisms.dispatchers import HIERARCHICAL, SELECTABLE
+from arguments.moe import MoEArgs
 from moe_trainer.layers.pass_inputs import PassInputs
+from moe_trainer.moe import dispatch
 from moe_trainer.moe.dispatch.allgather import AllGatherDispatcher
 from moe_trainer.moe.dispatch.alltoall import AllToAllDispatcher
+from moe_trainer.moe.dispatch.base import TokenDispatcher
+from moe_trainer.moe.dispatch.flex import DispatcherSettings
 from moe_trainer.moe.dispatch.hierarchical import HierarchicalDispatcher
 from moe_trainer.moe.dispatch.local import LocalDispatcher
-from moe_trainer.moe.dispatch.select import build_dispatcher
+from moe_trainer.moe.dispatch.select import build_dispatcher, load_module
 from moe_trainer.ops.permute import Permutation
 from moe_trainer.parallel.state import Group, ParallelState
 
-DISPATCHERS = {
-    "alltoall": AllToAllDispatcher,
-    "allgather": AllGatherDispatcher,
-    "hierarchical": HierarchicalDispatcher,
-}
-FLEX = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hierarchical"}
+DISPATCHERS = {each.key: each for each in SELECTABLE if each.package is None}
+"""Those whose tokens are exchanged by collectives, which CPU ranks have too."""
 FINE_KINDS = {
     "fine": {
         "finermoe_intermediate_granularity": 2,
@@ -89,8 +91,18 @@ KINDS = {
 EVEN, UNEVEN, EMPTY, ONE, NONE = (6, 6, 6, 6), (5, 1, 8, 3), (4, 0, 7, 0), (0, 1, 0, 0), (0, 0, 0, 0)
 
 
-def choose(dispatcher):
-    return FLEX if dispatcher == "hierarchical" else {"moe_token_dispatcher_type": dispatcher}
+def class_of(dispatcher):
+    (made,) = (
+        each
+        for each in classes_of(dispatch)
+        if issubclass(each, TokenDispatcher) and each.__module__ == load_module(dispatcher).__name__
+    )
+    return made
+
+
+def make(dispatcher, ps):
+    moe = MoEArgs(num_experts=8, **dispatcher.selected_by)
+    return load_module(dispatcher).make_dispatcher(DispatcherSettings(ps, moe, None, Permutation()))
 
 
 def tokens(sizes, dtype):
@@ -157,7 +169,7 @@ class Case:
 
 def _one_rank(rank, n, cases):
     states = {layout: layout.state(rank) for layout in dict.fromkeys(case.layout for case in cases)}
-    return [[_one_layer(rank, states[case.layout], case, name) for name in DISPATCHERS] for case in cases]
+    return [[_one_layer(rank, states[case.layout], case, each) for each in DISPATCHERS.values()] for case in cases]
 
 
 @functools.cache
@@ -168,9 +180,9 @@ def _run(cases):
 
 def _one_layer(rank, ps, case, dispatcher):
     layout, kind, sizes, dtype = case.layout, case.kind, case.rank_sizes(), case.dtype
-    args = sections(moe_aux_loss_coeff=0.0, sequence_parallel=layout.sp, **choose(dispatcher), **KINDS[kind])
+    args = sections(moe_aux_loss_coeff=0.0, sequence_parallel=layout.sp, **dispatcher.selected_by, **KINDS[kind])
     layer = build_shard(args, ps, dtype)
-    kind_of = AllToAllDispatcher if dispatcher == "hierarchical" and ps.ep_inter.size == 1 else DISPATCHERS[dispatcher]
+    kind_of = AllToAllDispatcher if dispatcher.groups_by_domain and ps.ep_inter.size == 1 else class_of(dispatcher)
     assert type(layer.dispatcher) is (kind_of if ps.tp_ep.size > 1 else LocalDispatcher)
     xs, weights = tokens(sizes, dtype)
     # without sequence parallelism every rank of tp holds the rows of all
@@ -305,7 +317,7 @@ def _overlapped(rank, n, layout, dispatcher):
     """Outputs and gradients with and without the overlap, and what was in flight while the shared experts ran."""
     ps = layout.state(rank)
     args = sections(
-        **choose(dispatcher),
+        **DISPATCHERS[dispatcher].selected_by,
         sequence_parallel=layout.sp,
         moe_aux_loss_coeff=0.1,
         moe_shared_expert_intermediate_size=20,
@@ -380,7 +392,7 @@ def _rows(rank, n, dispatcher):
     routing_TE = torch.rand(num_tokens, 6, generator=generator) < 0.5
     routing_TE[:, 3] = False  # an expert that no token takes
     probs_TE = torch.where(routing_TE, torch.rand(num_tokens, 6, generator=generator), 0.0)
-    made = DISPATCHERS[dispatcher](ps, Permutation())
+    made = make(DISPATCHERS[dispatcher], ps)
     # two in flight, ended in the other order
     first, second = made.dispatch(x_TH, probs_TE, routing_TE), made.dispatch(x_TH + 0.5, probs_TE, routing_TE)
     sent_back = made.combine(second.x_RH, second), made.combine(first.x_RH, first)
@@ -405,10 +417,10 @@ def _exchange(rank, n, dtype):
     ps = ParallelState.create(n, rank, ep=n, ranks_per_node=1)
     probs = torch.tensor([[0.5, 0.0, 0.0, 0.5]] * 4, dtype=torch.float32, requires_grad=True)
     results = []
-    for kind in DISPATCHERS.values():
-        sent = kind(ps, Permutation()).dispatch(x, probs, probs > 0)
+    for each in DISPATCHERS.values():
+        sent = make(each, ps).dispatch(x, probs, probs > 0)
         assert sent.x_RH.dtype == dtype and sent.probs_R.dtype == torch.float32
-        y = kind(ps, Permutation()).combine((sent.x_RH * sent.probs_R.unsqueeze(1)).to(dtype), sent)
+        y = make(each, ps).combine((sent.x_RH * sent.probs_R.unsqueeze(1)).to(dtype), sent)
         assert y.dtype == dtype
         y.float().sum().backward()
         assert x.grad.dtype == dtype and probs.grad.dtype == torch.float32
@@ -460,7 +472,7 @@ def test_token_crosses_to_a_node_once():
 def test_one_node_uses_the_all_to_all(caplog):
     ps = replace(ParallelState.single(), **{name: replace(Group.single(name), size=4) for name in ("ep", "tp_ep")})
     with caplog.at_level(logging.INFO):
-        assert type(build_dispatcher(sections(**FLEX).moe, ps)) is AllToAllDispatcher
+        assert type(build_dispatcher(sections(**HIERARCHICAL.selected_by).moe, ps)) is AllToAllDispatcher
     assert "in one node" in caplog.text
 
 

@@ -34,6 +34,7 @@ TOY = Dispatcher(
     gathers=False,
     traffic=lambda tokens: Traffic(nvlink=3 * tokens.num_bytes),
     is_measured=False,
+    is_upstream=False,
 )
 DISPATCHERS = (TOY, """
 MODULE = """

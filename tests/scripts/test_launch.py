@@ -22,6 +22,7 @@ from harness import wait_until
 from structure.source import ROOT
 from training.tiny import MOCK, TINY
 
+from arguments.mechanisms.dispatchers import SELECTABLE
 from moe_trainer.commands import launch as launch_command
 from moe_trainer.estimate.dry_run import run_dry_run
 from moe_trainer.launch.launch_fixes import flags_to_variables
@@ -164,6 +165,7 @@ def test_invalid_job_is_not_submitted(tmp_path):
         ("sbatch_train.sh", "NNODES=0", "error: NNODES=0: a positive integer is needed\n"),
         ("launch.sh", "TP=x", "TP=x: a positive integer"),
         ("sbatch_train.sh", "PR=fp9", "PR=fp9: one of bf16 fp8 mxfp8"),
+        ("launch.sh", "DISPATCHER=x", f"DISPATCHER=x: one of {' '.join(each.key for each in SELECTABLE)} is needed"),
         ("sbatch_train.sh", "CLUSTER=nowhere", "CLUSTER=nowhere"),
         ("launch.sh", "TRAINING_SCRIPT_PATH=none.py", "TRAINING_SCRIPT_PATH=none.py"),
     ):
