@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 import arguments
 from arguments import Arguments
+from moe_trainer.checkpoint.directory import checkpoint_folder
 from moe_trainer.checkpoint.manager import CheckpointState, SaveOptions, save
-from moe_trainer.checkpoint.resolve import resolve_checkpoint
 from moe_trainer.data.tokenizer import build_tokenizer
 from moe_trainer.errors import UserError, as_user_error
 from moe_trainer.launch_env import read_launch_env
@@ -174,9 +174,15 @@ def _convert(checkpoint: Path, target: Path, model_type: str | None, mapping: st
     from moe_trainer.checkpoint.hf.export import plan_hf_folder
     from moe_trainer.checkpoint.hf.families import families_with
 
-    families, source = families_with(mapping), resolve_checkpoint(checkpoint, None)
-    assert source is not None  # it has just been written
-    job = plan_hf_folder(source, target, _MAX_FILE_BYTES, model_type, families=families, keep_padding=keep_padding)
+    families = families_with(mapping)
+    job = plan_hf_folder(
+        checkpoint_folder(checkpoint, 0),
+        target,
+        _MAX_FILE_BYTES,
+        model_type,
+        families=families,
+        keep_padding=keep_padding,
+    )
     open_job(job)
     write_share(job)
     finish_job(job)

@@ -103,7 +103,6 @@ def evaluate(
     """
     training, ps = run.args.training, run.ps
     micro, batch_size = training.eval_micro_batch_size, training.eval_global_batch_size
-    assert micro is not None and batch_size is not None
     # a full pass ends with the last full microbatch of all ranks, not with the last full batch
     chunk = micro * ps.dp.size
     samples = len(dataset) // chunk * chunk if full_pass else training.eval_iters * batch_size

@@ -50,11 +50,12 @@ def bind_tasks(
     Raises:
         UserError: if the tokenizer has no text, or the mapping cannot evaluate tasks.
     """
-    write_prompt = open_chat_template(run).write_prompt if runner.options.uses_chat_template else None
     passes = as_model(run)
     scorer, generator = Scorer(passes, batch_size), Generator(passes, batch_size, tokenizer.vocab_size)
-    model = open_harness().TrainedModel(scorer, generator, TextCodec(tokenizer), counter, write_prompt)
-    return TaskEvaluation(runner, model)
+    parts = scorer, generator, TextCodec(tokenizer), counter
+    if runner.options.uses_chat_template:
+        return TaskEvaluation(runner, open_harness().ChatModel(open_chat_template(run).write_prompt, *parts))
+    return TaskEvaluation(runner, open_harness().TrainedModel(*parts))
 
 
 def run_tasks(run: BaseRun, evaluation: TaskEvaluation) -> dict[str, Any]:

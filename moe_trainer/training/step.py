@@ -269,9 +269,7 @@ def _to_captured(run: BaseRun, batch: Batch) -> Batch:
     batch = batch.to(device, with_documents=True)
     if not isinstance(packed, PackedSequences):
         return batch
-    max_sequences = run.args.parallel.thd_max_packed_sequences
-    assert max_sequences is not None, "rejected: arguments/rules/packing.py"
-    return replace(batch, packed=packed.on_device(device, max_sequences))
+    return replace(batch, packed=packed.on_device(device, run.chunks[0].max_packed_sequences))
 
 
 def run_microbatches(

@@ -20,7 +20,7 @@ from moe_trainer.data import object_storage
 from moe_trainer.data.build import build_datasets
 from moe_trainer.data.fingerprint import make_fingerprint
 from moe_trainer.data.indexed import DataFileError, open_token_file
-from moe_trainer.data.loader import BatchFormat, build_loader
+from moe_trainer.data.loader import BatchFormat, Reading, build_loader
 from moe_trainer.data.object_storage import ObjectStore
 from moe_trainer.errors import UserError
 
@@ -356,7 +356,9 @@ def test_samples_are_prefetched_some_batches_ahead(ahead):
         def prefetch(self, index):
             calls.append(("prefetch", index))
 
-    loader = build_loader(RecordedReads(range(12)), 2, 0, 2, fmt=BatchFormat(eod=None), read_ahead=ahead)
+    loader = build_loader(
+        RecordedReads(range(12)), 2, 0, 2, fmt=BatchFormat(eod=None), reading=Reading(read_ahead=ahead)
+    )
     assert len(list(loader)) == 3
     samples = [0, 1, 4, 5, 8, 9]
     assert [index for what, index in calls if what == "read"] == samples
