@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_trainer.data.dataset import NO_PAD, TokenDataset
+from moe_trainer.data.dataset import NO_PAD, SampleReader, TokenDataset
 from moe_trainer.data.packing import Pack, PackingPlanner
 from moe_trainer.errors import UserError
 from moe_trainer.ops.packed_sequences import Packed, PackedSequences
@@ -100,7 +100,7 @@ class BatchFormat:
     padded_length: int | None = None
 
 
-def make_batch(dataset: TokenDataset, indices: Sequence[int], fmt: BatchFormat) -> Batch:
+def make_batch(dataset: SampleReader, indices: Sequence[int], fmt: BatchFormat) -> Batch:
     """Read samples and derive labels, masks and positions.
 
     Raises:
@@ -130,7 +130,7 @@ def make_batch(dataset: TokenDataset, indices: Sequence[int], fmt: BatchFormat) 
 
 
 def make_packed_batch(
-    dataset: TokenDataset, indices: Sequence[int], fmt: BatchFormat, pack: Callable[[list[int]], PackedSequences]
+    dataset: SampleReader, indices: Sequence[int], fmt: BatchFormat, pack: Callable[[list[int]], PackedSequences]
 ) -> Batch:
     """Read samples of different lengths and pack them.
 
@@ -161,7 +161,7 @@ def make_packed_batch(
     return Batch(tokens_BS, labels_BS, mask_BS, positions_BS, packed=packed)
 
 
-def make_padded_batch(dataset: TokenDataset, indices: Sequence[int], fmt: BatchFormat, length: int) -> Batch:
+def make_padded_batch(dataset: SampleReader, indices: Sequence[int], fmt: BatchFormat, length: int) -> Batch:
     """Read samples of different lengths, one per row, padded to `length` tokens (--varlen-sbhd-validation).
 
     Padding has token and label 0, and no loss; positions count up to the end of the row.
