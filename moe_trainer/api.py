@@ -171,18 +171,11 @@ def save_hf_folder(
 
 def _convert(checkpoint: Path, target: Path, model_type: str | None, mapping: str | None, keep_padding: bool) -> None:
     from moe_trainer.checkpoint.hf.conversion_job import finish_job, open_job, write_share
-    from moe_trainer.checkpoint.hf.export import plan_hf_folder
+    from moe_trainer.checkpoint.hf.export import Vocabulary, plan_hf_folder
     from moe_trainer.checkpoint.hf.families import families_with
 
-    families = families_with(mapping)
-    job = plan_hf_folder(
-        checkpoint_folder(checkpoint, 0),
-        target,
-        _MAX_FILE_BYTES,
-        model_type,
-        families=families,
-        keep_padding=keep_padding,
-    )
+    families, vocabulary = families_with(mapping), Vocabulary(keep_padding=keep_padding)
+    job = plan_hf_folder(checkpoint_folder(checkpoint, 0), target, _MAX_FILE_BYTES, model_type, families, vocabulary)
     open_job(job)
     write_share(job)
     finish_job(job)

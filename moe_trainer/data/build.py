@@ -117,10 +117,10 @@ def build_datasets(
         ValueError: for missing or damaged files, contradictory flags, and samples asked of an empty split.
     """
     sizes = requested_sizes(training) if sizes is None else sizes
-    plan = _Plan(data, training, tokenizer, kept_order)
-    if plan.sequences is not None:
-        plan.sequences.index_texts(run_once)
-    datasets = plan.datasets(sizes, consumed)
+    builder = _DatasetBuilder(data, training, tokenizer, kept_order)
+    if builder.sequences is not None:
+        builder.sequences.index_texts(run_once)
+    datasets = builder.datasets(sizes, consumed)
     domains = (dataset for _, dataset in datasets.domains)
     candidates = datasets.train, *datasets.valid, datasets.test, *domains
     kinds = CachedIndex | ContinuedDataset | PhasedDataset
@@ -204,7 +204,7 @@ class _Split:
         return SPLIT_NAMES[self.number]
 
 
-class _Plan:
+class _DatasetBuilder:
     """Choose the data source and lay out the datasets, without building any index.
 
     Attributes:

@@ -33,7 +33,7 @@ from moe_trainer.ops.packed_sequences import Packed, PackedSequences
 
 _BATCHES_AHEAD_PER_WORKER = 2
 
-Samples = Sequence[int] | Pack
+SampleNumbers = Sequence[int] | Pack
 """Numbers of the samples of a batch."""
 
 
@@ -47,7 +47,7 @@ class Batch:
         document_ids_BS: int32, counts the documents of a sequence from 0; None unless attention stops at their borders.
         packed: lengths of packed sequences, of which B = 1 row consists; None for samples of equal length.
         lengths: tokens of every row that are no padding; None where there is none.
-        samples: numbers of the samples in the dataset, in order; empty unless something is given per sample.
+        sample_numbers: in the dataset, in order; empty unless something is given per sample.
     """
 
     tokens_BS: Tensor
@@ -57,7 +57,7 @@ class Batch:
     document_ids_BS: Tensor | None = None
     packed: Packed | None = None
     lengths: tuple[int, ...] | None = None
-    samples: tuple[int, ...] = ()
+    sample_numbers: tuple[int, ...] = ()
 
     def to(self, device, non_blocking: bool = True, with_documents: bool = False) -> Batch:
         """Return the batch on another device.
@@ -286,7 +286,7 @@ class Reading:
         num_workers: threads that read ahead; 0 reads when a batch is asked for.
         read_ahead: batches before their turn at which reading a sample from object storage begins; 0 with its turn.
         pin_memory: whether batches are in pinned memory.
-        numbered: set Batch.samples.
+        numbered: set Batch.sample_numbers.
     """
 
     num_workers: int = 0
@@ -308,7 +308,7 @@ class BatchLoader:
     def __init__(
         self,
         make: Callable[[Any], Batch],
-        order: Callable[[], Iterator[Samples]],
+        order: Callable[[], Iterator[SampleNumbers]],
         prefetch: Callable[[int], None],
         reading: Reading,
     ):
@@ -318,8 +318,8 @@ class BatchLoader:
         order = self._read_ahead(self.indices()) if self._reading.read_ahead else self.indices()
         return self._prefetched(order) if self._reading.num_workers > 0 else map(self.read, order)
 
-    def _read_ahead(self, order: Iterator[Samples]) -> Iterator[Samples]:
-        waiting: deque[Samples] = deque()
+    def _read_ahead(self, order: Iterator[SampleNumbers]) -> Iterator[SampleNumbers]:
+        waiting: deque[SampleNumbers] = deque()
         for indices in order:
             for index in indices:
                 self._prefetch(index)
@@ -328,14 +328,14 @@ class BatchLoader:
                 yield waiting.popleft()
         yield from waiting
 
-    def read(self, indices: Samples) -> Batch:
+    def read(self, indices: SampleNumbers) -> Batch:
         """Return the batch of some samples."""
         batch = self._make(indices)
         if self._reading.numbered:
-            batch = replace(batch, samples=tuple(indices))
+            batch = replace(batch, sample_numbers=tuple(indices))
         return batch.pin_memory() if self._reading.pin_memory else batch
 
-    def _prefetched(self, order: Iterator[Samples]) -> Iterator[Batch]:
+    def _prefetched(self, order: Iterator[SampleNumbers]) -> Iterator[Batch]:
         ahead, num_workers = deque[Future[Batch]](), self._reading.num_workers
         executor = ThreadPoolExecutor(num_workers, thread_name_prefix="data")
         try:

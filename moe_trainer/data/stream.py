@@ -31,7 +31,7 @@ from moe_trainer.data.blend import BlendOrder
 from moe_trainer.data.combined import CombinedDataset
 from moe_trainer.data.dataset import DatasetConfig, Sample
 from moe_trainer.data.document_sources import DocumentSource
-from moe_trainer.data.loader import Batch, BatchLoader, Samples
+from moe_trainer.data.loader import Batch, BatchLoader, SampleNumbers
 from moe_trainer.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -351,7 +351,7 @@ class StreamLoader:
             executor.shutdown(cancel_futures=True)
             self._dataset.load_state(self.state)  # what was read ahead is read again
 
-    def _read_next(self, order: Iterator[Samples]) -> tuple[Batch, StreamState] | None:
+    def _read_next(self, order: Iterator[SampleNumbers]) -> tuple[Batch, StreamState] | None:
         """Return the next batch and the state after it, None at the end; the order of packs depends on what is read."""
         indices = next(order, None)
         if indices is None:

@@ -120,8 +120,8 @@ class RoutingReplay:
         if isinstance(self._source, RoutingTraceReader):
             self._give_traced(self._source, chunk, routers, microbatch, batch)
             return
-        rows = [self._get_sample(self._source, number) for number in batch.samples]
-        self._give(chunk, rows, batch.tokens_BS.shape[1], batch.packed, batch.lengths, batch.samples)
+        rows = [self._get_sample(self._source, number) for number in batch.sample_numbers]
+        self._give(chunk, rows, batch.tokens_BS.shape[1], batch.packed, batch.lengths, batch.sample_numbers)
 
     @contextmanager
     def given(self, chunk: Transformer, experts: Sequence[Any], packed: Packed | None = None) -> Iterator[None]:

@@ -141,14 +141,14 @@ class _Evaluator:
             self._observer.on_retry()
 
 
-def _update(run: TrainRun, samples: int, norm: float, row_factors: Mapping[Parameter, Tensor]) -> StepOutcome:
-    """Make the update that follows the updates of `samples` samples."""
+def _update(run: TrainRun, scheduled_samples: int, norm: float, row_factors: Mapping[Parameter, Tensor]) -> StepOutcome:
+    """Make the update that follows those of `scheduled_samples`."""
     rates, optimizer = run.learning_rate, run.args.optimizer
     return run.optimizer.step(
-        lr=rates.lr(samples),
-        decoupled_lr=rates.decoupled_lr(samples),
-        scaled_lr=rates.lr(samples, mup_lr_mult(optimizer.optimizer, optimizer.mup_width_mult)),
-        weight_decay=run.weight_decay.weight_decay(samples),
+        lr=rates.lr(scheduled_samples),
+        decoupled_lr=rates.decoupled_lr(scheduled_samples),
+        scaled_lr=rates.lr(scheduled_samples, mup_lr_mult(optimizer.optimizer, optimizer.mup_width_mult)),
+        weight_decay=run.weight_decay.weight_decay(scheduled_samples),
         norm=norm,
         row_factors=row_factors,
     )

@@ -75,7 +75,7 @@ def matrix(world: int, models: int) -> list[ParityCase]:
 
 def draw(rng: random.Random, mapping: ParallelMapping) -> ParityCase | None:
     """Draw a model and options for a mapping; None if the rules reject them."""
-    values = SMALL_TRAINING | _model(rng, mapping) | _router(rng)
+    values: dict[str, Any] = {**SMALL_TRAINING, **_model(rng, mapping), **_router(rng)}
     values |= _sample_parallel_options(rng, mapping) | _batch(rng, mapping)
 
     def separate_rng() -> random.Random:  # for options that were added later, so that all other draws are unchanged
