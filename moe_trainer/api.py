@@ -28,9 +28,9 @@ from moe_trainer.launch_env import read_launch_env
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.parallel.coordination import run_on_rank0
 from moe_trainer.parallel.state import ParallelState
-from moe_trainer.training.context import BaseRun
 from moe_trainer.training.inference import load_for_inference
 from moe_trainer.training.initialize import initialize
+from moe_trainer.training.run import BaseRun
 from moe_trainer.training.setup import build_run
 
 __all__ = ["LanguageModel", "build_model", "load_model", "save_checkpoint", "save_hf_folder"]

@@ -24,7 +24,7 @@ from moe_trainer.errors import UserError, as_user_error
 from moe_trainer.estimate.flops import training_flops
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.coordination import run_on_rank0
-from moe_trainer.training.context import BaseRun, Inputs, TrainState, print_rank_0
+from moe_trainer.training.run import BaseRun, Inputs, TrainState, print_rank_0
 
 logger = logging.getLogger(__name__)
 

@@ -22,8 +22,8 @@ from moe_trainer.metrics.evaluation_summary import EvaluationResult, evaluation_
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.state import Group
-from moe_trainer.training.context import BaseRun, TrainState
 from moe_trainer.training.data_setup import make_loader, make_packing_planner
+from moe_trainer.training.run import BaseRun, TrainState
 from moe_trainer.training.step import agree_on_buffers, reduce_loss, run_microbatches
 
 

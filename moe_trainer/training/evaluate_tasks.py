@@ -16,8 +16,8 @@ from moe_trainer.inference.generator import Generator
 from moe_trainer.inference.text import TextCodec
 from moe_trainer.metrics.logger import TaskMetric
 from moe_trainer.parallel.coordination import raise_on_all_ranks
-from moe_trainer.training.context import BaseRun, TrainState
 from moe_trainer.training.inference import as_model, open_chat_template
+from moe_trainer.training.run import BaseRun, TrainState
 from moe_trainer.training.step import agree_on_buffers
 
 _KEPT = ("results", "groups", "group_subtasks", "versions", "n-shot", "higher_is_better", "n-samples")

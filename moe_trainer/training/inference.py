@@ -16,9 +16,9 @@ from moe_trainer.data.tokenizer_libraries import open_sft
 from moe_trainer.errors import UserError, as_user_error
 from moe_trainer.inference.model import Model
 from moe_trainer.launch_env import read_launch_env
-from moe_trainer.training.context import BaseRun, TrainState
 from moe_trainer.training.initialize import initialize
 from moe_trainer.training.resume import build_and_resume
+from moe_trainer.training.run import BaseRun, TrainState
 
 # evaluation batches of a data set are not read, so none is needed
 _FLAGS = ("--use-checkpoint-args", "--skip-train", "--eval-iters", "0")

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from moe_trainer.data.tokenizer import Tokenizer
 from moe_trainer.errors import as_user_error
-from moe_trainer.training.context import BaseRun, Outputs, TrainRun, TrainState
 from moe_trainer.training.evaluate_tasks import prepare_eval_tasks
 from moe_trainer.training.generate_samples import prepare_completer
 from moe_trainer.training.metrics import open_metrics
+from moe_trainer.training.run import BaseRun, Outputs, TrainRun, TrainState
 
 if TYPE_CHECKING:
     from moe_trainer.training.stream_weights import SnapshotStream

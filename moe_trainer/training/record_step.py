@@ -34,10 +34,10 @@ from moe_trainer.model.weights import export_named_weights
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.coordination import drain_on_exit, gather_errors
 from moe_trainer.resilience.rewindable import RewindableIterator
-from moe_trainer.training.context import BaseRun, TrainRun, TrainState, named_transformer_layers, with_batches
 from moe_trainer.training.dumps import gather_unscaled_grads
 from moe_trainer.training.export import write_weights
 from moe_trainer.training.rerun import make_rewindable_iterator
+from moe_trainer.training.run import BaseRun, TrainRun, TrainState, named_transformer_layers, with_batches
 from moe_trainer.training.step import train_step
 
 logger = logging.getLogger(__name__)

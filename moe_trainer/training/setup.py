@@ -50,10 +50,10 @@ from moe_trainer.parallel.state import ParallelState
 from moe_trainer.pipeline.batch_sizes import deadlocking_batch_sizes
 from moe_trainer.pipeline.schedule import Schedule
 from moe_trainer.resilience.layer_trace import register_layer_trace_hooks
-from moe_trainer.training.context import BaseRun, FrozenRun, TrainRun, named_transformer_layers, print_rank_0
 from moe_trainer.training.data_setup import get_tokenizer_files
 from moe_trainer.training.initialize import Runtime
 from moe_trainer.training.routing_replay import RoutingReplay
+from moe_trainer.training.run import BaseRun, FrozenRun, TrainRun, named_transformer_layers, print_rank_0
 
 logger = logging.getLogger(__name__)
 

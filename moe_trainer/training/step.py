@@ -30,7 +30,6 @@ from moe_trainer.optim.optimizer import StepOutcome
 from moe_trainer.parallel import collectives
 from moe_trainer.pipeline.microbatches import MicrobatchCache
 from moe_trainer.pipeline.schedule import ScheduleInputs
-from moe_trainer.training.context import BaseRun, TrainRun, TrainState
 from moe_trainer.training.dumps import StepDumps
 from moe_trainer.training.rerun import (
     StepEvaluation,
@@ -42,6 +41,7 @@ from moe_trainer.training.rerun import (
     validate_result,
 )
 from moe_trainer.training.routing_replay import RoutingReplay
+from moe_trainer.training.run import BaseRun, TrainRun, TrainState
 
 
 class StepObserver(Protocol):

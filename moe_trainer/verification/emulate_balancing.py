@@ -25,7 +25,7 @@ from moe_trainer.moe.selections.selection import Choice
 from moe_trainer.ops.packed_sequences import ValidTokens
 from moe_trainer.pipeline.schedule import ScheduleInputs
 from moe_trainer.pipeline.simulate import BACKWARD, FORWARD, Action
-from moe_trainer.training.context import TrainRun
+from moe_trainer.training.run import TrainRun
 
 GLOBAL_LOSS = "global_load_balancing_loss"
 Shares = Sequence[Sequence[int]]

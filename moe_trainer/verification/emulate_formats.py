@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from moe_trainer.ops.gemms import WgradFn
 from moe_trainer.parallel.params import ParamInfo, get_param_info, part_lengths
 from moe_trainer.quantization.gemms import QuantizedGemms
-from moe_trainer.training.context import TrainRun
+from moe_trainer.training.run import TrainRun
 from moe_trainer.verification.mapping import ParallelMapping
 from moe_trainer.verification.sequence_sharding import SequenceSharding
 

@@ -26,7 +26,7 @@ from moe_trainer.model.mtp import MTPLosses, shift_left
 from moe_trainer.moe.receive.capacity import unknown_counts
 from moe_trainer.ops.attach_loss import attach_loss
 from moe_trainer.ops.packed_sequences import PackedSequences
-from moe_trainer.training.context import TrainRun
+from moe_trainer.training.run import TrainRun
 from moe_trainer.verification.sequence_sharding import SequenceSharding, track_lengths
 
 

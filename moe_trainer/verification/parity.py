@@ -27,8 +27,8 @@ from arguments import Arguments, parse_args
 from arguments.precision import PrecisionArgs
 from moe_trainer.data.packing import PackFormat
 from moe_trainer.launch_env import LaunchEnv
-from moe_trainer.training.context import TrainRun
 from moe_trainer.training.initialize import make_groups
+from moe_trainer.training.run import TrainRun
 from moe_trainer.verification.activation_sums import ActivationSums, record_rank_sums, record_reference_sums
 from moe_trainer.verification.compare_runs import compare, describe_agreement
 from moe_trainer.verification.comparison import ComparisonRow

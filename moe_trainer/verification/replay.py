@@ -29,9 +29,9 @@ from moe_trainer.data.loader import Batch
 from moe_trainer.debug.step_record import Record
 from moe_trainer.errors import UserError
 from moe_trainer.launch_env import LaunchEnv
-from moe_trainer.training.context import TrainRun, TrainState, with_batches
 from moe_trainer.training.initialize import Runtime, make_groups, set_numerics_flags, set_seeds
 from moe_trainer.training.record_step import AXES, record_iteration
+from moe_trainer.training.run import TrainRun, TrainState, with_batches
 from moe_trainer.training.setup import build_train_run
 from moe_trainer.verification.kept_flags import NOISE, NOT_IN_REFERENCE
 

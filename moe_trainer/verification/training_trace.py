@@ -25,9 +25,9 @@ from moe_trainer.parallel import collectives
 from moe_trainer.parallel.params import get_param_info, unique_params
 from moe_trainer.parallel.shards import full_tensor
 from moe_trainer.parallel.state import ParallelState
-from moe_trainer.training.context import TrainRun, TrainState, with_batches
 from moe_trainer.training.initialize import Runtime
 from moe_trainer.training.rerun import with_rewindable_batches
+from moe_trainer.training.run import TrainRun, TrainState, with_batches
 from moe_trainer.training.setup import build_train_run
 from moe_trainer.training.step import reduce_loss, run_microbatches, train_step
 from moe_trainer.verification.activation_sums import ActivationSums, Coordinates, record_rank_sums

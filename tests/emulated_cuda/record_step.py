@@ -49,7 +49,7 @@ from moe_trainer.pipeline import schedule
 from moe_trainer.pipeline.simulate import BACKWARD, FORWARD, WEIGHT, Action, Order
 from moe_trainer.quantization import scaled_grouped, scaled_mm
 from moe_trainer.training import step
-from moe_trainer.training.context import TrainState, named_transformer_layers
+from moe_trainer.training.run import TrainState, named_transformer_layers
 from moe_trainer.verification import training_trace
 from moe_trainer.verification.executed_packs import ExecutedPack, ExecutedPacks
 

@@ -24,7 +24,7 @@ from moe_trainer.parallel.params import is_quantized_param
 from moe_trainer.quantization.config import get_recipe
 from moe_trainer.quantization.quantize import quantize
 from moe_trainer.quantization.stored_weight import can_store_once
-from moe_trainer.training.context import TrainState
+from moe_trainer.training.run import TrainState
 from moe_trainer.training.step import run_microbatches, train_step
 
 GATHER = "--fp8-param-gather"
