@@ -208,7 +208,7 @@ class _DatasetBuilder:
     """Choose the data source and lay out the datasets, without building any index.
 
     Attributes:
-        sequences: of samples of their own lengths; None if samples are cut from a token file.
+        sequences: of samples of different lengths; None if samples are cut from a token file.
     """
 
     def __init__(self, data: DataArgs, training: TrainingArgs, tokenizer: Tokenizer, kept_order: Mapping[str, str]):

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class SequenceFiles:
-    """The samples of their own lengths of --use-varlen-dataset and --sft: of text files, token files or mock data.
+    """The samples of different lengths of --use-varlen-dataset and --sft: of text files, token files or mock data.
 
     Args:
         data: the flags of data.

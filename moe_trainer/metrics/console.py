@@ -15,7 +15,7 @@ from moe_trainer.metrics.iteration import IterationRecord
 
 
 @dataclass(frozen=True)
-class Interval:
+class LoggedInterval:
     """The iterations since the last line.
 
     Attributes:
@@ -36,7 +36,7 @@ class Interval:
     repeated_iterations: int = 0
 
 
-def iteration_line(record: IterationRecord, now: datetime.datetime, train_iters: int, interval: Interval) -> str:
+def iteration_line(record: IterationRecord, now: datetime.datetime, train_iters: int, interval: LoggedInterval) -> str:
     """Return the line of an iteration, including the leading blank. Values that are None are left out.
 
     Args:

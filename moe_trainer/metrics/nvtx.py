@@ -48,9 +48,6 @@ class Ranges:
         """
 
 
-NO_RANGES = Ranges()
-
-
 class NvtxRanges(Ranges):
     """Ranges that a library shows."""
 
@@ -122,4 +119,4 @@ def _requires_grad(value: Any) -> bool:
 
 def make_ranges(enabled: bool, device: torch.device) -> Ranges:
     """Return the ranges of a rank: torch's, if they are enabled and the device is a GPU."""
-    return NvtxRanges(torch.cuda.nvtx) if enabled and device.type == "cuda" else NO_RANGES
+    return NvtxRanges(torch.cuda.nvtx) if enabled and device.type == "cuda" else Ranges()

@@ -92,7 +92,7 @@ class Vocabulary:
 
 
 @dataclass(frozen=True)
-class NumberFormat:
+class ExportFormat:
     """In which format weights are written.
 
     Attributes:
@@ -112,7 +112,7 @@ class TokenizerParts:
     folder: Path | None = None
 
 
-_DEFAULT_VOCABULARY, _SAME_FORMAT, _NO_TOKENIZER = Vocabulary(), NumberFormat(), TokenizerParts()
+_DEFAULT_VOCABULARY, _SAME_FORMAT, _NO_TOKENIZER = Vocabulary(), ExportFormat(), TokenizerParts()
 
 
 def plan_hf_folder(
@@ -122,7 +122,7 @@ def plan_hf_folder(
     kind: str | None = None,
     families: Families = FAMILIES,
     vocabulary: Vocabulary = _DEFAULT_VOCABULARY,
-    number_format: NumberFormat = _SAME_FORMAT,
+    export_format: ExportFormat = _SAME_FORMAT,
     tokenizer: TokenizerParts = _NO_TOKENIZER,
     drop_mtp: bool = False,
 ) -> ConversionJob:
@@ -149,7 +149,7 @@ def plan_hf_folder(
     embedding = tensors.get("embedding.word_embeddings.weight")
     if embedding is None:
         raise CheckpointError(f"{folder} has no embedding.word_embeddings.weight")
-    stored, rows, dtype = embedding.shape[0], vocabulary.rows, number_format.dtype
+    stored, rows, dtype = embedding.shape[0], vocabulary.rows, export_format.dtype
     if rows is not None and not 0 < rows <= stored:
         raise CheckpointError(f"--vocab-size {rows}: the embedding has {stored} rows")
     if rows is None and not vocabulary.keep_padding:
@@ -160,7 +160,7 @@ def plan_hf_folder(
     mappings = tensor_mappings(family.names, flags)
     _check_native(mappings, tensors)
     cut = rows if rows not in (None, stored) else None
-    quantize = number_format.quantize
+    quantize = export_format.quantize
     quantized = None if quantize is None else plan_quantization(quantize, family.name, mappings)
     read = adapters.merged(partial(read_logical, folder, index))
     items = _plan_items(read, mappings, tensors, family.names, flags, cut, dtype, quantized)
