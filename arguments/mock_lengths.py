@@ -1,9 +1,8 @@
 """--varlen-mock-dataset-config-json: where the lengths of mock samples come from."""
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
-from typing import Literal
 
 from arguments.regular_file import regular_file
 
@@ -13,13 +12,11 @@ class MockLengths:
     """Lengths of mock samples, in the words of the JSON.
 
     Attributes:
-        mode: distribution, file or verification.
-        type: of a distribution.
-        path: of a CSV file with lengths, below a line with a title.
-        data_path: prefix of a token file; in the other modes tokens count up.
+        type: of the distribution.
+        path: of a CSV file with lengths, below a line with a title; None for those of the distribution.
+        data_path: prefix of a token file; None for tokens that count up.
     """
 
-    mode: Literal["distribution", "file", "verification"] = "distribution"
     type: str = "lognormal"
     min_seq_len: int = 100
     max_seq_len: int = 4096
@@ -49,11 +46,17 @@ def read_mock_lengths(text: str | None, seq_length: int) -> MockLengths:
     found = _load(text)
     if not isinstance(found, dict) or found.get("mode") not in _REQUIRED:
         raise ValueError('needs a JSON object with "mode": "distribution", "file" or "verification"')
-    missing = [key for key in _REQUIRED[found["mode"]] if key not in found]
+    needed = _REQUIRED[found["mode"]]
+    missing = [key for key in needed if key not in found]
     if missing:
         raise ValueError(f'has no "{missing[0]}", which mode "{found["mode"]}" needs')
     known = {field.name for field in fields(MockLengths)}
     lengths = MockLengths(**{key: value for key, value in found.items() if key in known})
+    for key in ("path", "data_path"):
+        if not isinstance(value := getattr(lengths, key), str | None) or (value is None and key in needed):
+            raise ValueError(f"{key} must be the path of a file")
+    if "path" not in needed:
+        lengths = replace(lengths, path=None)
     if lengths.type != "lognormal":
         raise ValueError(f'type "{lengths.type}": needs "lognormal"')
     if not all(type(value) is int for value in (lengths.min_seq_len, lengths.max_seq_len)):

@@ -145,9 +145,9 @@ class TrainingArgs:
     """Number of iterations between evaluations."""
     start_eval_at_iter: int | None = flag(None, needs=_EVALUATES, bounds=">=0", role="evaluation")
     """First iteration that an evaluation may follow. Unset: 0."""
-    eval_global_batch_size: int | None = flag(None, needs=_EVALUATES, role="evaluation")
+    eval_global_batch_size: int = flag(None, needs=_EVALUATES, role="evaluation")
     """Global batch size of evaluations, in samples. Unset: training's."""
-    eval_micro_batch_size: int | None = flag(None, needs=_EVALUATES, restore="to evaluate", role="evaluation")
+    eval_micro_batch_size: int = flag(None, needs=_EVALUATES, restore="to evaluate", role="evaluation")
     """Micro-batch size of evaluations, in samples. Unset: training's."""
     skip_train: bool = flag(False, role="evaluation")
     """Evaluate only, without training."""

@@ -20,17 +20,17 @@ from torch import Tensor, nn
 
 import arguments
 from arguments import Arguments
+from moe_trainer.checkpoint.directory import checkpoint_folder
 from moe_trainer.checkpoint.manager import CheckpointState, SaveOptions, save
-from moe_trainer.checkpoint.resolve import resolve_checkpoint
 from moe_trainer.data.tokenizer import build_tokenizer
 from moe_trainer.errors import UserError, as_user_error
 from moe_trainer.launch_env import read_launch_env
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.parallel.coordination import run_on_rank0
 from moe_trainer.parallel.state import ParallelState
-from moe_trainer.training.context import BaseRun
 from moe_trainer.training.inference import load_for_inference
 from moe_trainer.training.initialize import initialize
+from moe_trainer.training.run import BaseRun
 from moe_trainer.training.setup import build_run
 
 __all__ = ["LanguageModel", "build_model", "load_model", "save_checkpoint", "save_hf_folder"]
@@ -171,12 +171,11 @@ def save_hf_folder(
 
 def _convert(checkpoint: Path, target: Path, model_type: str | None, mapping: str | None, keep_padding: bool) -> None:
     from moe_trainer.checkpoint.hf.conversion_job import finish_job, open_job, write_share
-    from moe_trainer.checkpoint.hf.export import plan_hf_folder
+    from moe_trainer.checkpoint.hf.export import Vocabulary, plan_hf_folder
     from moe_trainer.checkpoint.hf.families import families_with
 
-    families, source = families_with(mapping), resolve_checkpoint(checkpoint, None)
-    assert source is not None  # it has just been written
-    job = plan_hf_folder(source, target, _MAX_FILE_BYTES, model_type, families=families, keep_padding=keep_padding)
+    families, vocabulary = families_with(mapping), Vocabulary(keep_padding=keep_padding)
+    job = plan_hf_folder(checkpoint_folder(checkpoint, 0), target, _MAX_FILE_BYTES, model_type, families, vocabulary)
     open_job(job)
     write_share(job)
     finish_job(job)

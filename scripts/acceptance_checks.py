@@ -249,7 +249,7 @@ def count_waits(argv: list[str], steps: int, places: tuple[str, ...]) -> dict[st
     from arguments import parse_args
     from moe_trainer.memory.host_read import AsyncHostReader
     from moe_trainer.parallel.state import ParallelState
-    from moe_trainer.training.context import TrainState
+    from moe_trainer.training.run import TrainState
     from moe_trainer.training.step import train_step
     from moe_trainer.verification.training_trace import make_run
 

@@ -84,7 +84,7 @@ def build_ours(model: Model, dtype: str):
     import arguments
     from moe_trainer.data.loader import Batch
     from moe_trainer.parallel.state import ParallelState
-    from moe_trainer.training.context import TrainState
+    from moe_trainer.training.run import TrainState
     from moe_trainer.training.step import train_step
     from moe_trainer.verification.training_trace import make_run
 

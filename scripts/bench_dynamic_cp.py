@@ -208,8 +208,8 @@ def train_on_rank(rank: int, size: int, lengths: list[int]) -> list[tuple[str, f
     import torch
 
     from moe_trainer.launch_env import LaunchEnv
-    from moe_trainer.training.context import TrainState, with_batches
     from moe_trainer.training.initialize import make_groups
+    from moe_trainer.training.run import TrainState, with_batches
     from moe_trainer.training.step import train_step
     from moe_trainer.verification.synthetic_data import RandomTokenDataset, make_null_tokenizer
     from moe_trainer.verification.training_trace import make_run

@@ -114,7 +114,7 @@ def profile_kinds(step, device: str) -> list[str]:
 def build_moe_trainer(args, steps: int, device: str):
     """Return a training step of this program."""
     from moe_trainer.parallel.state import ParallelState
-    from moe_trainer.training.context import TrainState
+    from moe_trainer.training.run import TrainState
     from moe_trainer.training.step import train_step
     from moe_trainer.verification.training_trace import make_run
 

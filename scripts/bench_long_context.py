@@ -31,7 +31,7 @@ from moe_trainer.estimate.plan import Plan
 from scripts.bench_common import RESULTS, ROOT, Report, load_line, make_parser, provenance_line, run_on_ranks
 
 if TYPE_CHECKING:
-    from moe_trainer.training.context import TrainRun
+    from moe_trainer.training.run import TrainRun
 
 RUNS = RESULTS / "long_context.json"
 LENGTH, RANKS = 131072, 2

@@ -108,8 +108,8 @@ def run_variants(rank: int, size: int, case: str, mbit: int, rounds: int) -> dic
     from arguments import parse_args
     from moe_trainer.launch_env import LaunchEnv
     from moe_trainer.memory.host_allocator import tune_malloc
-    from moe_trainer.training.context import TrainState
     from moe_trainer.training.initialize import make_groups
+    from moe_trainer.training.run import TrainState
     from moe_trainer.training.step import train_step
     from moe_trainer.verification.training_trace import make_run
 

@@ -22,7 +22,7 @@ import torch
 from arguments import parse_args
 from moe_trainer.data.loader import Batch
 from moe_trainer.parallel.state import ParallelState
-from moe_trainer.training.context import TrainRun, TrainState, with_batches
+from moe_trainer.training.run import TrainRun, TrainState, with_batches
 from moe_trainer.training.step import reduce_loss, run_microbatches, train_step
 from moe_trainer.verification.training_trace import make_run
 from scripts.bench_common import Report, make_parser, provenance_line

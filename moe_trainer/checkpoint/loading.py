@@ -167,8 +167,13 @@ class Loader:
             runs = self._runs.get(id(entry.param))
             if runs is None or (state_names is not None and entry.state_name not in state_names):
                 continue
-            source = {run.key: self._state_key(entry.state_name, run.key) for run in runs}
-            absent = [f"{_OPTIMIZER}state.{entry.state_name}.{key}" for key, value in source.items() if value is None]
+            source: dict[str, str] = {}
+            absent = []
+            for run in runs:
+                if (key := self._state_key(entry.state_name, run.key)) is not None:
+                    source[run.key] = key
+                else:
+                    absent.append(f"{_OPTIMIZER}state.{entry.state_name}.{run.key}")
             if absent:
                 missing += absent
                 continue
@@ -424,13 +429,10 @@ class Loader:
         shards = make_shards(runs, buffer, 0, buffer.numel())
         self._request(("dense", "weights"), shards, {run.key: run.key for run in runs})
 
-    def _request(
-        self, slot: tuple[str, str], local_shards: Iterator[TensorShard], source: Mapping[str, str | None]
-    ) -> None:
+    def _request(self, slot: tuple[str, str], local_shards: Iterator[TensorShard], source: Mapping[str, str]) -> None:
         """Request shards; `source` maps their keys to stored keys."""
         for shard in local_shards:
             key = source[shard.key]
-            assert key is not None
             if shard.offsets:
                 # rows are missing only if the vocabulary is padded further here than in the checkpoint
                 rows = min(shard.sizes[0], self._stored[key].size[0] - shard.offsets[0])

@@ -39,12 +39,12 @@ class PlanCache:
     Attributes:
         digest: of this rank's shards.
         writes: keys and places that it writes.
-        index: of all ranks, on rank 0.
+        index: of all ranks, on rank 0; empty on others.
     """
 
     digest: str = ""
     writes: frozenset[tuple[str, tuple[int, ...]]] | None = None
-    index: Metadata | None = None
+    index: Metadata = field(default_factory=lambda: Metadata({}))
 
 
 @dataclass(frozen=True)

@@ -121,10 +121,8 @@ class PendingSave:
         if copy_to_host:
             self._planner.copy_to_host()
 
-    def _plan_writes(
-        self, batches: list[ShardList], objects: dict[str, bytes]
-    ) -> tuple[ShardSavePlanner, Metadata | None]:
-        """Return what this rank writes, and on rank 0 the index of what all ranks write."""
+    def _plan_writes(self, batches: list[ShardList], objects: dict[str, bytes]) -> tuple[ShardSavePlanner, Metadata]:
+        """Return what this rank writes, and on rank 0 the index of what all ranks write, on others an empty one."""
         ps, cache = self._ps, self._options.plan_cache
         key = digest_shards(shard for batch in batches for shard in batch.shards)
         if cache is not None and cache.writes is not None:
@@ -135,11 +133,11 @@ class PendingSave:
                     "save; run without --ckpt-assume-constant-structure"
                 )
             mine = [shard for batch in batches for shard in batch.shards if (shard.key, shard.offsets) in cache.writes]
-            return ShardSavePlanner(mine, objects), cache.index and replace(cache.index)
+            return ShardSavePlanner(mine, objects), replace(cache.index)
         mine = [shard for shared in assign_owners(batches, ps, self._options.fully_parallel) for shard in shared.owned]
         planner = ShardSavePlanner(mine, objects)
         plans = collectives.gather_object(planner.create_local_plan(), ps.world)
-        index, problem = None, None
+        index, problem = Metadata({}), None
         if plans is not None:
             try:
                 index = describe_plans(plans)
@@ -150,7 +148,7 @@ class PendingSave:
         if problem is not None:
             raise self._failure(problem, CheckpointError)
         if cache is not None:
-            cache.digest, cache.index = key, index and replace(index)
+            cache.digest, cache.index = key, replace(index)
             cache.writes = frozenset((shard.key, shard.offsets) for shard in mine)
         return planner, index
 
@@ -198,7 +196,6 @@ class PendingSave:
             kind = CheckpointError if any(changed for _, changed, _ in shares) else StorageError
             if problem is None:
                 try:
-                    assert self._index is not None
                     self._writer.finish(self._index, [results for _, _, results in shares])
                 except OSError as error:
                     problem = self._describe(error)

@@ -346,7 +346,7 @@ def _flags(record: Mapping[str, Any], folder: Path | None) -> Arguments:
 
 def _plan_to_hf(options: argparse.Namespace, most: int, dtype: torch.dtype | None) -> ConversionJob:
     from moe_trainer.checkpoint.hf.adapters import plan_peft_folder
-    from moe_trainer.checkpoint.hf.export import plan_hf_folder
+    from moe_trainer.checkpoint.hf.export import ExportFormat, TokenizerParts, Vocabulary, plan_hf_folder
     from moe_trainer.checkpoint.hf.families import families_with
     from moe_trainer.checkpoint.hf.files import read_json
     from moe_trainer.checkpoint.resolve import read_saved_args, resolve_checkpoint
@@ -384,14 +384,10 @@ def _plan_to_hf(options: argparse.Namespace, most: int, dtype: torch.dtype | Non
         options.target,
         most,
         model_type,
-        options.vocab_size,
-        dtype,
-        extra,
-        tokenizer,
         families,
-        options.quantize,
-        tokens,
-        bool(options.keep_vocab_padding),
+        Vocabulary(options.vocab_size, bool(options.keep_vocab_padding), tokens),
+        ExportFormat(dtype, options.quantize),
+        TokenizerParts(extra, tokenizer),
         bool(options.drop_mtp),
     )
 

@@ -18,7 +18,6 @@ from arguments.blend import (
     get_stream_blends,
 )
 from arguments.data import DEFAULT_SPLIT, DataArgs
-from arguments.mock_lengths import read_mock_lengths
 from arguments.training import TrainingArgs
 from moe_trainer.data.blend import normalize
 from moe_trainer.data.combined import BlendedDataset, ContinuedDataset, PhasedDataset
@@ -31,13 +30,13 @@ from moe_trainer.data.indexed import IndexedDataset, open_token_file
 from moe_trainer.data.loader import BatchFormat
 from moe_trainer.data.object_storage import make_object_store
 from moe_trainer.data.sample_order import keep_order
+from moe_trainer.data.sequence_files import SequenceFiles
 from moe_trainer.data.sources import domain_names, naming_flag, requested_sizes, source_flag, training_phases
 from moe_trainer.data.stream import StreamBlend, StreamedDataset
 from moe_trainer.data.streamed_sequences import Streamed, StreamedSequences
-from moe_trainer.data.text_sequences import TextSequences, is_text_file
 from moe_trainer.data.tokenizer import Tokenizer
 from moe_trainer.data.tokenizer_record import TokenizerCheck
-from moe_trainer.data.varlen import FileSequences, MockSequences, Sequences, VarlenDataset
+from moe_trainer.data.varlen import VarlenDataset
 from moe_trainer.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -118,12 +117,10 @@ def build_datasets(
         ValueError: for missing or damaged files, contradictory flags, and samples asked of an empty split.
     """
     sizes = requested_sizes(training) if sizes is None else sizes
-    plan = _Plan(data, training, tokenizer, kept_order)
-    if plan.texts:
-        run_once(plan.index_texts)
-        for text in plan.texts.values():
-            text.load()
-    datasets = plan.datasets(sizes, consumed)
+    builder = _DatasetBuilder(data, training, tokenizer, kept_order)
+    if builder.sequences is not None:
+        builder.sequences.index_texts(run_once)
+    datasets = builder.datasets(sizes, consumed)
     domains = (dataset for _, dataset in datasets.domains)
     candidates = datasets.train, *datasets.valid, datasets.test, *domains
     kinds = CachedIndex | ContinuedDataset | PhasedDataset
@@ -161,15 +158,13 @@ def build_streams(data: DataArgs, training: TrainingArgs, tokenizer: Tokenizer, 
 
     def stream(number: int, patterns: Sequence[str], size: int) -> StreamedDataset:
         with naming_flag(data, number):
+            fim = FillInTheMiddle.from_args(data, tokenizer)
             return StreamedDataset(
                 open_source(patterns, data.document_text_key, data.document_source),
                 " ".join(patterns),
                 size,
-                sequence_length=data.seq_length,
-                seed=training.seed,
-                tokenizer=tokenizer,
+                DatasetConfig(data.seq_length, training.seed, tokenizer, fim=fim),
                 num_streams=data.document_streams,
-                fim=FillInTheMiddle.from_args(data, tokenizer),
                 by_document=data.use_varlen_dataset,
                 num_threads=data.num_workers,
             )
@@ -192,15 +187,34 @@ def build_streams(data: DataArgs, training: TrainingArgs, tokenizer: Tokenizer, 
     return Datasets(train, () if valid is None else (valid,), ("",), test)
 
 
-class _Plan:
-    """Choose the data source and lay out the datasets, without building any index."""
+@dataclass(frozen=True)
+class _Split:
+    """A split that has data.
+
+    Attributes:
+        number: 0 train, 1 validation, 2 test.
+        share: where it begins and ends in a file.
+    """
+
+    number: int
+    share: tuple[float, float]
+
+    @property
+    def name(self) -> str:
+        return SPLIT_NAMES[self.number]
+
+
+class _DatasetBuilder:
+    """Choose the data source and lay out the datasets, without building any index.
+
+    Attributes:
+        sequences: of samples of different lengths; None if samples are cut from a token file.
+    """
 
     def __init__(self, data: DataArgs, training: TrainingArgs, tokenizer: Tokenizer, kept_order: Mapping[str, str]):
         self._data, self._training, self._kept_order = data, training, kept_order
         self._opened: dict[str, IndexedDataset] = {}
         self._tokenizer_check = TokenizerCheck(tokenizer)
-        self._files: dict[str, FileSequences] = {}
-        self._mock: MockSequences | None = None
         self._store = make_object_store(data)
         self._per_split = get_blends_per_split(data)
         self._blend, self._phase_blends = get_common_blend(data), get_phase_blends(data)
@@ -243,82 +257,47 @@ class _Plan:
             memory_map=data.mmap_bin_files,
             fim=FillInTheMiddle.from_args(data, tokenizer),
         )
-        if data.has_sequences and tokenizer.eod is None:
-            raise UserError(
-                f"{data.sequences_flag}: samples end with the end-of-document token, and the tokenizer has none"
-            )
-        self.texts = self._open_texts() if data.has_sequences else {}
-
-    def _open_texts(self) -> dict[str, TextSequences]:
-        """Open the text files, by their names."""
-        data, tokenizer = self._data, self._config.tokenizer
-        phases = ((0, blend) for blend in self._phase_blends)
-        found: dict[str, TextSequences] = {}
-        for number, blend in ((0, self._blend), *enumerate(self._per_split or ()), *phases):
-            for path in () if blend is None else blend.prefixes:
-                if path not in found and (data.sft or is_text_file(path)):
-                    with naming_flag(data, number):
-                        found[path] = TextSequences(path, tokenizer, data.sft, data.data_cache_path)
-        return found
-
-    def index_texts(self) -> None:
-        """Build the missing indices of text files, and log how many samples are cut.
-
-        Raises:
-            UserError: for a file of which no token is trained.
-        """
-        longest = self._data.seq_length + 1
-        for text in self.texts.values():
-            text.write_cache()
-            text.load()
-            self._warn_of_cut(text.name, text.count_longer(longest), len(text))
-            if not (num_untrained := text.count_untrained(longest)):
-                continue
-            problem = (
-                f"{text.name}: {num_untrained} of {len(text)} samples have no trained token: their answers begin after "
-                f"--seq-length {longest - 1}"
-            )
-            if num_untrained == len(text):
-                raise UserError(problem)
-            logger.warning("%s", problem)
-
-    def _warn_of_cut(self, name: str, num_cut: int, num_sequences: int) -> None:
-        if num_cut:
-            length = self._data.seq_length
-            logger.warning("%s: %d of %d samples are cut to --seq-length %d", name, num_cut, num_sequences, length)
+        self.sequences: SequenceFiles | None = None
+        if data.has_sequences:
+            blends = (0, self._blend), *enumerate(self._per_split or ()), *((0, blend) for blend in self._phase_blends)
+            self.sequences = SequenceFiles(data, tokenizer, blends, self._open)
 
     def datasets(self, sizes: Sizes, consumed: int) -> Datasets:
-        train = self._phases(consumed) if self._data.phase_transitions and sizes[0] else self._train(sizes[0])
+        train = (
+            self._phases(consumed)
+            if self._data.phase_transitions and sizes[0]
+            else self._split(0, sizes[0], self._get_kept(0))
+        )
         test = self._split(2, sizes[2])
         valid, names = self._validation(sizes[1])
         domains = tuple(self._domains(sizes)) if self._training.skip_train else ()
         return Datasets(train, valid, names, test, domains)
 
-    def _train(self, size: int | None, blend: Blend | None = None, start: int = 0) -> TokenFileDataset | None:
-        """Return the training samples of the phase that begins with sample `start`."""
-        return self._split(0, size, blend, self._kept_order.get(str(start), "").splitlines())
-
     def _phases(self, consumed: int) -> PhasedDataset:
         """Return the training samples from the current phase on."""
-        phases = training_phases(self._data, self._training, consumed)
+        phases, split = training_phases(self._data, self._training, consumed), self._find_split(0)
+        if split is None:
+            raise self._no_training_data(phases[0].end - phases[0].first)
         datasets: list[tuple[int, SampleSource]] = []
         for number, first, end in phases:
             blend = self._phase_blends[number] if self._phase_blends else self._get_blend(0)
-            dataset = self._train(end - first, blend, first)
-            assert dataset is not None, "training without data is refused"
-            datasets.append((first, dataset))
+            datasets.append((first, self._dataset(split, end - first, blend, self._get_kept(first))))
         return PhasedDataset(datasets, phases[-1].end)
+
+    def _get_kept(self, first: int) -> Sequence[str]:
+        """Return the order, in the run to be continued, of the token files of the phase from sample `first` on."""
+        return self._kept_order.get(str(first), "").splitlines()
 
     def _domains(self, sizes: Sizes) -> Iterator[tuple[str, TokenFileDataset]]:
         """Yield each prefix of a blend, in the splits that are evaluated, unless these are several sets already."""
         for number, kind in ((1, "validation"), (2, "test")):
-            blend = self._get_blend(number)
-            if blend is None or len(blend.prefixes) < 2 or self._get_share(number) is None or sizes[number] == 0:
+            blend, split = self._get_blend(number), self._find_split(number)
+            if blend is None or len(blend.prefixes) < 2 or split is None or sizes[number] == 0:
                 continue
             if number == 1 and self._training.multiple_validation_sets:
                 continue
             for name, prefix in zip(domain_names(blend.prefixes), blend.prefixes):
-                yield f"{kind}-{name}", self._single(prefix, number, sizes[number])
+                yield f"{kind}-{name}", self._single(prefix, split, sizes[number])
 
     def _validation(self, size: int | None) -> tuple[tuple[TokenFileDataset, ...], tuple[str, ...]]:
         blend = self._get_blend(1)
@@ -330,116 +309,101 @@ class _Plan:
             names = [str(i) for i in range(len(blend.prefixes))] if len(blend.prefixes) > 1 else [""]
         if len(names) != len(blend.prefixes):
             raise ValueError(f"--validation-set-names: {len(names)} names for {len(blend.prefixes)} validation sets")
-        if self._get_share(1) is None or size == 0:
+        split = self._find_split(1)
+        if split is None or size == 0:
             return (), ()
-        return tuple(self._single(prefix, 1, size) for prefix in blend.prefixes), tuple(names)
+        return tuple(self._single(prefix, split, size) for prefix in blend.prefixes), tuple(names)
 
     def _get_blend(self, number: int) -> Blend | None:
         return self._blend if self._per_split is None else self._per_split[number]
 
-    def _get_share(self, number: int) -> tuple[float, float] | None:
-        if self._config.split_matrix is not None:
-            return self._config.split_matrix[number]
-        return _WHOLE if self._get_blend(number) is not None else None
+    def _find_split(self, number: int) -> _Split | None:
+        """Return a split, or None if there is no data for it."""
+        matrix = self._config.split_matrix
+        share = matrix[number] if matrix is not None else None if self._get_blend(number) is None else _WHOLE
+        return None if share is None else _Split(number, share)
 
-    def _split(
-        self, number: int, size: int | None, blend: Blend | None = None, kept: Sequence[str] = ()
-    ) -> TokenFileDataset | None:
+    def _split(self, number: int, size: int | None, kept: Sequence[str] = ()) -> TokenFileDataset | None:
         """Return the dataset of split `number`, or None when there is no data for it and none is needed.
 
         Args:
             number: of the split.
             size: samples.
-            blend: by default that of the split.
             kept: the order of its token files in the run to be continued; see sample_order.py.
         """
-        if self._get_share(number) is None:
-            if size:
-                self._leave_out(number, size)
-            return None
-        if size == 0:
-            return None
-        blend = blend or self._get_blend(number)
-        if blend is None:
-            return self._single(None, number, size, *kept[:1])
-        if blend.weights is None and len(blend.prefixes) == 1:
-            return self._single(blend.prefixes[0], number, size, *kept[:1])
-        if blend.weights is not None and size is not None:
-            return self._weighted(blend.prefixes, blend.weights, number, size, kept)
-        return self._proportional(blend, number, size)
-
-    def _leave_out(self, number: int, size: int) -> None:
-        """Refuse training without data; recipes often give the test split no share and still set --eval-iters."""
-        name, split = SPLIT_NAMES[number], self._config.split
-        origin = f'--split "{split}"' if split else f"no --{name}-data-path"
-        if number == 0:
-            raise UserError(
-                f"{size} samples are asked of the train split, which has no data ({origin}); give it a share"
+        split = self._find_split(number)
+        if split is not None:
+            return None if size == 0 else self._dataset(split, size, self._get_blend(number), kept)
+        if size and number == 0:
+            raise self._no_training_data(size)
+        if size:  # recipes often give the test split no share and still set --eval-iters
+            logger.info(
+                "there is no data for the %s split (%s): it is not evaluated", SPLIT_NAMES[number], self._origin(number)
             )
-        logger.info("there is no data for the %s split (%s): it is not evaluated", name, origin)
+        return None
+
+    def _no_training_data(self, size: int) -> UserError:
+        return UserError(
+            f"{size} samples are asked of the train split, which has no data ({self._origin(0)}); give it a share"
+        )
+
+    def _origin(self, number: int) -> str:
+        split = self._config.split
+        return f'--split "{split}"' if split else f"no --{SPLIT_NAMES[number]}-data-path"
+
+    def _dataset(self, split: _Split, size: int | None, blend: Blend | None, kept: Sequence[str]) -> TokenFileDataset:
+        """Return the dataset of a split of a blend, or of mock data; `kept` as for `_split`."""
+        if blend is None:
+            return self._single(None, split, size, *kept[:1])
+        if blend.weights is None and len(blend.prefixes) == 1:
+            return self._single(blend.prefixes[0], split, size, *kept[:1])
+        if blend.weights is not None and size is not None:
+            return self._weighted(blend.prefixes, blend.weights, split, size, kept)
+        return self._proportional(blend, split, size)
 
     def _weighted(
-        self, prefixes: Sequence[str], weights: Sequence[float], number: int, size: int, kept: Sequence[str]
+        self, prefixes: Sequence[str], weights: Sequence[float], split: _Split, size: int, kept: Sequence[str]
     ) -> BlendedDataset:
         weights = normalize(weights)
         targets = [math.ceil(size * weight) for weight in weights]
         surplus = 1 + self._data.mid_level_dataset_surplus
         lines = kept if len(kept) == len(prefixes) else [""] * len(prefixes)
         datasets = [
-            self._single(prefix, number, math.ceil(target * surplus), line)
+            self._single(prefix, split, math.ceil(target * surplus), line)
             for prefix, target, line in zip(prefixes, targets, lines)
         ]
-        return BlendedDataset(datasets, weights, sum(targets), SPLIT_NAMES[number], self._config)
+        return BlendedDataset(datasets, weights, sum(targets), split.name, self._config)
 
-    def _proportional(self, blend: Blend, number: int, size: int | None) -> BlendedDataset:
+    def _proportional(self, blend: Blend, split: _Split, size: int | None) -> BlendedDataset:
         if blend.weights is not None:
             logger.warning(
-                "a full pass over the %s split reads every sample once; blend weights play no part", SPLIT_NAMES[number]
+                "a full pass over the %s split reads every sample once; blend weights play no part", split.name
             )
-        datasets = [self._single(prefix, number, None) for prefix in blend.prefixes]
+        datasets = [self._single(prefix, split, None) for prefix in blend.prefixes]
         lengths = [len(dataset) for dataset in datasets]
         size = None if size is None else min(size, sum(lengths))
-        return BlendedDataset(datasets, lengths, size, SPLIT_NAMES[number], self._config)
+        return BlendedDataset(datasets, lengths, size, split.name, self._config)
 
     def _single(
-        self, prefix: str | None, number: int, size: int | None, kept: str = ""
+        self, prefix: str | None, split: _Split, size: int | None, kept: str = ""
     ) -> GPTDataset | ContinuedDataset | VarlenDataset:
         """Return a split of one token file, or of mock data; `kept` is its line in the order to be continued."""
-        share = self._get_share(number)
-        assert share is not None, "a split without a share has no dataset"
-        if self._data.has_sequences:
-            sequences = self._sequences(prefix, number)
-            begin, end = split_range(share, len(sequences))
-            return VarlenDataset(sequences, prefix, begin, end, size, SPLIT_NAMES[number], self._config)
+        if self.sequences is not None:
+            sequences = self.sequences.open(prefix, split.number)
+            begin, end = split_range(split.share, len(sequences))
+            return VarlenDataset(sequences, prefix, begin, end, size, split.name, self._config)
         source = (
-            self._open(prefix, number)
+            self._open(prefix, split.number)
             if prefix is not None
             else MockTokens(self._config.tokenizer.vocab_size, self._config.tokenizer.eod)
         )
-        begin, end = split_range(share, len(source))
+        begin, end = split_range(split.share, len(source))
 
         def make(num_samples: int | None, order: int = 0) -> GPTDataset:
             config = replace(self._config, seed=self._config.seed + order)
-            return GPTDataset(source, prefix, begin, end, num_samples, SPLIT_NAMES[number], config)
+            return GPTDataset(source, prefix, begin, end, num_samples, split.name, config)
 
         return keep_order(make(size), kept, make) if kept else make(size)
-
-    def _sequences(self, prefix: str | None, number: int) -> Sequences:
-        data, tokenizer = self._data, self._config.tokenizer
-        assert tokenizer.eod is not None, "checked at the beginning"
-        if prefix in self.texts:
-            return self.texts[prefix]
-        if prefix is not None:
-            if prefix not in self._files:
-                file = FileSequences(self._open(prefix, number), prefix, tokenizer.eod, data.seq_length + 1)
-                self._warn_of_cut(prefix, file.count_longer(data.seq_length + 1), len(file))
-                self._files[prefix] = file
-            return self._files[prefix]
-        if self._mock is None:
-            config = data.sft_mock_dataset_config_json if data.sft else data.varlen_mock_dataset_config_json
-            lengths = read_mock_lengths(config, data.seq_length)
-            self._mock = MockSequences(lengths, tokenizer.vocab_size, data.seq_length)
-        return self._mock
 
     def _open(self, prefix: str, number: int) -> IndexedDataset:
         if prefix not in self._opened:

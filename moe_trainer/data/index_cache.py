@@ -16,6 +16,7 @@ import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -46,12 +47,16 @@ class CachedIndex(ABC):
     ):
         self.class_name, self._split_name, self._num_rows = class_name, split_name, num_rows
         self._cache_folder, self._data_file = cache_folder, data_file
-        self._index: tuple[np.ndarray, ...] | None = None
 
-    @property
+    @cached_property
     def index(self) -> tuple[np.ndarray, ...]:
-        assert self._index is not None, "load() comes before samples"
-        return self._index
+        """The arrays, mapped from the cache, or built in memory where there is none."""
+        cache = self._cache()
+        if cache is not None:
+            if cache.is_valid(self._data_file):
+                return cache.read()
+            logger.warning("the index cache %s is not visible to this rank: building the index in memory", cache.folder)
+        return self._build()
 
     @property
     @abstractmethod
@@ -78,19 +83,11 @@ class CachedIndex(ABC):
         if cache is not None and not cache.is_valid(self._data_file):
             index = self._build()
             if not cache.write(index):
-                self._index = index
+                self.index = index
 
     def load(self) -> None:
-        """Map the cached index, or build it in memory where there is no cache."""
-        cache = self._cache()
-        if self._index is not None:
-            return
-        if cache is not None and cache.is_valid(self._data_file):
-            self._index = cache.read()
-            return
-        if cache is not None:
-            logger.warning("the index cache %s is not visible to this rank: building the index in memory", cache.folder)
-        self._index = self._build()
+        """Map the index, or build it; `write_cache` of one rank comes first."""
+        _ = self.index
 
 
 class IndexCache:

@@ -28,11 +28,12 @@ from __future__ import annotations
 
 import mmap
 import os
+import weakref
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
-from typing import IO
+from typing import IO, Protocol
 
 import numpy as np
 
@@ -60,6 +61,94 @@ def token_dtype(vocab_size: int | None) -> np.dtype:
     return np.dtype(np.uint16 if vocab_size is not None and vocab_size < _UINT16_VOCAB_LIMIT else np.int32)
 
 
+class _BinFile(Protocol):
+    """The ids of a `.bin`: `size` in bytes; `read` returns fewer than `length` where the file ends."""
+
+    @property
+    def size(self) -> int: ...
+    def read(self, first: int, length: int) -> np.ndarray: ...
+    def prefetch(self, first: int, length: int) -> None: ...
+
+
+class _MappedFile:
+    """A file in a memory map."""
+
+    def __init__(self, path: str, dtype: np.dtype):
+        self._path, self._tokens = path, np.empty(0, dtype)
+        if (count := self.size // dtype.itemsize) == 0:
+            return
+        with open(path, "rb") as stream:
+            self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        if hasattr(mmap, "MADV_RANDOM"):
+            self._map.madvise(mmap.MADV_RANDOM)
+        self._tokens = np.frombuffer(self._map, dtype, count=count)
+
+    @property
+    def size(self) -> int:
+        return _file_size(self._path)
+
+    def read(self, first: int, length: int) -> np.ndarray:
+        if length > _PAGE_TOKENS and hasattr(mmap, "MADV_WILLNEED"):
+            self._map_pages(first, length)
+        return self._tokens[first : first + length]
+
+    def prefetch(self, first: int, length: int) -> None:
+        pass
+
+    def _map_pages(self, first: int, length: int) -> None:
+        """Ask for all pages of a long range at once; one by one they would be fetched as they are touched."""
+        if first + length > len(self._tokens):
+            return
+        begin, size = first * self._tokens.itemsize, length * self._tokens.itemsize
+        page = begin - begin % mmap.PAGESIZE
+        self._map.madvise(mmap.MADV_WILLNEED, page, begin + size - page)
+
+
+class _PlainFile:
+    """A file that is read by positional reads."""
+
+    def __init__(self, path: str, dtype: np.dtype):
+        self._path, self._dtype = path, dtype
+        self._descriptor = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._descriptor).atexit = False  # threads may still read then
+
+    @property
+    def size(self) -> int:
+        return _file_size(self._path)
+
+    def read(self, first: int, length: int) -> np.ndarray:
+        remaining, offset = length * self._dtype.itemsize, first * self._dtype.itemsize
+        parts = []
+        while remaining:
+            parts.append(os.pread(self._descriptor, remaining, offset))
+            if not parts[-1]:
+                break
+            remaining, offset = remaining - len(parts[-1]), offset + len(parts[-1])
+        data = b"".join(parts)
+        return np.frombuffer(data, self._dtype, count=len(data) // self._dtype.itemsize)
+
+    def prefetch(self, first: int, length: int) -> None:
+        pass
+
+
+class _StoredObject:
+    """An object in object storage, which is read by blocks."""
+
+    def __init__(self, stored: ObjectFile, dtype: np.dtype):
+        self._stored, self._dtype = stored, dtype
+
+    @property
+    def size(self) -> int:
+        return self._stored.size
+
+    def read(self, first: int, length: int) -> np.ndarray:
+        data = self._stored.read(first * self._dtype.itemsize, length * self._dtype.itemsize)
+        return np.frombuffer(data, self._dtype, count=len(data) // self._dtype.itemsize)
+
+    def prefetch(self, first: int, length: int) -> None:
+        self._stored.prefetch(first * self._dtype.itemsize, length * self._dtype.itemsize)
+
+
 class IndexedDataset:
     """Reader of one `<prefix>.bin/.idx` pair.
 
@@ -80,15 +169,19 @@ class IndexedDataset:
 
     def __init__(self, prefix: str, memory_map: bool = True, store: ObjectStore | None = None):
         self.idx_path, self.bin_path = f"{prefix}.idx", f"{prefix}.bin"
-        self._tokens: np.ndarray | None = None
-        self._fd: int | None = None
-        self._object: ObjectFile | None = None
-        if is_remote(prefix):
-            if store is None:
-                raise DataFileError(f"{prefix}: data in object storage needs --object-storage-cache-path DIR")
-            self.idx_path, self._object = store.copy_index(self.idx_path), store.open(self.bin_path)
-        self._read_index()
-        self._open_bin(memory_map)
+        if not is_remote(prefix):
+            self._read_index()
+            self._check_bin_size(_file_size(self.bin_path))
+            kind = _MappedFile if memory_map else _PlainFile
+            self._bin: _BinFile = kind(self.bin_path, self.dtype)
+        elif store is None:
+            raise DataFileError(f"{prefix}: data in object storage needs --object-storage-cache-path DIR")
+        else:
+            self.idx_path = store.copy_index(self.idx_path)
+            stored = store.open(self.bin_path)
+            self._read_index()
+            self._check_bin_size(stored.size)
+            self._bin = _StoredObject(stored, self.dtype)
 
     def _read_index(self) -> None:
         size = _file_size(self.idx_path)
@@ -142,7 +235,7 @@ class IndexedDataset:
             DataFileError: naming the first wrong entry.
         """
         lengths, starts = self.sequence_lengths, self.sequence_pointers
-        bounds, size = self.document_indices, self._bin_bytes()
+        bounds, size = self.document_indices, self._bin.size
         for wrong, text in (
             (lengths < 0, "has a negative length ({length})"),
             (starts < 0, "begins before the file (offset {start})"),
@@ -161,8 +254,8 @@ class IndexedDataset:
         if len(bounds) and (bounds[0] != 0 or (np.diff(bounds) < 0).any()):
             raise self._damaged("the document array does not ascend from 0; the index is damaged")
 
-    def _open_bin(self, memory_map: bool) -> None:
-        found, needed = self._bin_bytes(), 0
+    def _check_bin_size(self, found: int) -> None:
+        needed = 0
         if len(self):
             needed = int(self.sequence_pointers[-1]) + int(self.sequence_lengths[-1]) * self.dtype.itemsize
         if found < needed:
@@ -170,25 +263,6 @@ class IndexedDataset:
                 f"{self.bin_path}: found {found} bytes, its index needs {needed} "
                 f"({len(self)} sequences of {self.dtype.name}); the file is truncated or belongs to another index"
             )
-        if self._object is not None:
-            return
-        if not memory_map:
-            self._fd = os.open(self.bin_path, os.O_RDONLY)
-        elif found < self.dtype.itemsize:
-            self._tokens = np.empty(0, self.dtype)
-        else:
-            with open(self.bin_path, "rb") as stream:
-                self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-            if hasattr(mmap, "MADV_RANDOM"):
-                self._map.madvise(mmap.MADV_RANDOM)
-            self._tokens = np.frombuffer(self._map, self.dtype, count=found // self.dtype.itemsize)
-
-    def _bin_bytes(self) -> int:
-        return _file_size(self.bin_path) if self._object is None else self._object.size
-
-    def __del__(self):
-        if self._fd is not None:
-            os.close(self._fd)
 
     def __len__(self) -> int:
         return len(self.sequence_lengths)
@@ -205,46 +279,15 @@ class IndexedDataset:
             raise self._damaged(f"sequence {index} has {length} tokens from token {start} on; the index is damaged")
         if rest:
             raise self._damaged(f"sequence {index} begins in the middle of a token; the index is damaged")
-        if self._object is not None:
-            data = self._object.read((start + offset) * self.dtype.itemsize, length * self.dtype.itemsize)
-            if len(data) != length * self.dtype.itemsize:
-                raise self._too_short(index)
-            return np.frombuffer(data, dtype=self.dtype)
-        if self._fd is not None:
-            return self._positional_read(self._fd, index, start + offset, length)
-        assert self._tokens is not None
-        if length > _PAGE_TOKENS and hasattr(mmap, "MADV_WILLNEED"):
-            self._map_pages(start + offset, length)
-        tokens = self._tokens[start + offset : start + offset + length]
+        tokens = self._bin.read(start + offset, length)
         if len(tokens) != length:
-            raise self._too_short(index)
+            raise DataFileError(f"{self.bin_path}: sequence {index} ends beyond the file; the index is damaged")
         return tokens
 
     def prefetch(self, index: int, offset: int, length: int) -> None:
         """Start reading tokens that a later `get` returns, if they are in object storage."""
-        if self._object is not None:
-            begin = int(self.sequence_pointers[index]) + offset * self.dtype.itemsize
-            self._object.prefetch(begin, length * self.dtype.itemsize)
-
-    def _map_pages(self, first: int, length: int) -> None:
-        """Ask for all pages of a long range at once; one by one they would be fetched as they are touched."""
-        begin, size = first * self.dtype.itemsize, length * self.dtype.itemsize
-        page = begin - begin % mmap.PAGESIZE
-        if begin + size <= len(self._map):
-            self._map.madvise(mmap.MADV_WILLNEED, page, begin + size - page)
-
-    def _positional_read(self, descriptor: int, index: int, first: int, length: int) -> np.ndarray:
-        remaining, offset = length * self.dtype.itemsize, first * self.dtype.itemsize
-        parts = []
-        while remaining:
-            parts.append(os.pread(descriptor, remaining, offset))
-            if not parts[-1]:
-                raise self._too_short(index)
-            remaining, offset = remaining - len(parts[-1]), offset + len(parts[-1])
-        return np.frombuffer(b"".join(parts), dtype=self.dtype)
-
-    def _too_short(self, index: int) -> DataFileError:
-        return DataFileError(f"{self.bin_path}: sequence {index} ends beyond the file; the index is damaged")
+        first = int(self.sequence_pointers[index]) // self.dtype.itemsize + offset
+        self._bin.prefetch(first, length)
 
 
 def open_token_file(prefix: str, memory_map: bool = True, store: ObjectStore | None = None) -> IndexedDataset:

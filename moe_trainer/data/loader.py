@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -26,14 +26,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_trainer.data.dataset import NO_PAD, TokenDataset
+from moe_trainer.data.dataset import NO_PAD, SampleReader, TokenDataset
 from moe_trainer.data.packing import Pack, PackingPlanner
 from moe_trainer.errors import UserError
 from moe_trainer.ops.packed_sequences import Packed, PackedSequences
 
 _BATCHES_AHEAD_PER_WORKER = 2
 
-Samples = Sequence[int] | Pack
+SampleNumbers = Sequence[int] | Pack
 """Numbers of the samples of a batch."""
 
 
@@ -47,7 +47,7 @@ class Batch:
         document_ids_BS: int32, counts the documents of a sequence from 0; None unless attention stops at their borders.
         packed: lengths of packed sequences, of which B = 1 row consists; None for samples of equal length.
         lengths: tokens of every row that are no padding; None where there is none.
-        samples: numbers of the samples in the dataset, in order; None unless something is given per sample.
+        sample_numbers: in the dataset, in order; empty unless something is given per sample.
     """
 
     tokens_BS: Tensor
@@ -57,7 +57,7 @@ class Batch:
     document_ids_BS: Tensor | None = None
     packed: Packed | None = None
     lengths: tuple[int, ...] | None = None
-    samples: tuple[int, ...] | None = None
+    sample_numbers: tuple[int, ...] = ()
 
     def to(self, device, non_blocking: bool = True, with_documents: bool = False) -> Batch:
         """Return the batch on another device.
@@ -100,7 +100,7 @@ class BatchFormat:
     padded_length: int | None = None
 
 
-def make_batch(dataset: TokenDataset, indices: Sequence[int], fmt: BatchFormat) -> Batch:
+def make_batch(dataset: SampleReader, indices: Sequence[int], fmt: BatchFormat) -> Batch:
     """Read samples and derive labels, masks and positions.
 
     Raises:
@@ -130,7 +130,7 @@ def make_batch(dataset: TokenDataset, indices: Sequence[int], fmt: BatchFormat) 
 
 
 def make_packed_batch(
-    dataset: TokenDataset, indices: Sequence[int], fmt: BatchFormat, pack: Callable[[list[int]], PackedSequences]
+    dataset: SampleReader, indices: Sequence[int], fmt: BatchFormat, pack: Callable[[list[int]], PackedSequences]
 ) -> Batch:
     """Read samples of different lengths and pack them.
 
@@ -161,7 +161,7 @@ def make_packed_batch(
     return Batch(tokens_BS, labels_BS, mask_BS, positions_BS, packed=packed)
 
 
-def make_padded_batch(dataset: TokenDataset, indices: Sequence[int], fmt: BatchFormat, length: int) -> Batch:
+def make_padded_batch(dataset: SampleReader, indices: Sequence[int], fmt: BatchFormat, length: int) -> Batch:
     """Read samples of different lengths, one per row, padded to `length` tokens (--varlen-sbhd-validation).
 
     Padding has token and label 0, and no loss; positions count up to the end of the row.
@@ -278,59 +278,69 @@ class Cycle(NamedTuple):
             yield [sample(position) for position in range(first, first + micro_batch_size)]
 
 
+@dataclass(frozen=True)
+class Reading:
+    """How a rank reads its batches, whatever is in them.
+
+    Attributes:
+        num_workers: threads that read ahead; 0 reads when a batch is asked for.
+        read_ahead: batches before their turn at which reading a sample from object storage begins; 0 with its turn.
+        pin_memory: whether batches are in pinned memory.
+        numbered: set Batch.sample_numbers.
+    """
+
+    num_workers: int = 0
+    read_ahead: int = 0
+    pin_memory: bool = False
+    numbered: bool = False
+
+
 class BatchLoader:
     """Batches of one rank, from `consumed_samples` on.
 
     Args:
         make: makes the batch of some samples.
         order: returns an iterator over the sample numbers of every batch, which need not end.
-        num_workers: threads that read ahead; 0 reads when a batch is asked for.
-        pin_memory: whether batches are in pinned memory.
         prefetch: starts to read a sample from object storage.
-        read_ahead: batches before their turn at which that is called; 0 never calls it.
-        numbered: set Batch.samples.
+        reading: how.
     """
 
     def __init__(
         self,
         make: Callable[[Any], Batch],
-        order: Callable[[], Iterator[Samples]],
-        num_workers: int,
-        pin_memory: bool,
-        prefetch: Callable[[int], None] = lambda index: None,
-        read_ahead: int = 0,
-        numbered: bool = False,
+        order: Callable[[], Iterator[SampleNumbers]],
+        prefetch: Callable[[int], None],
+        reading: Reading,
     ):
-        self._make, self.indices, self._prefetch, self._numbered = make, order, prefetch, numbered
-        self._num_workers, self._pin, self._num_ahead = num_workers, pin_memory, read_ahead
+        self._make, self.indices, self._prefetch, self._reading = make, order, prefetch, reading
 
     def __iter__(self) -> Iterator[Batch]:
-        order = self._read_ahead(self.indices()) if self._num_ahead else self.indices()
-        return self._prefetched(order) if self._num_workers > 0 else map(self.read, order)
+        order = self._read_ahead(self.indices()) if self._reading.read_ahead else self.indices()
+        return self._prefetched(order) if self._reading.num_workers > 0 else map(self.read, order)
 
-    def _read_ahead(self, order: Iterator[Samples]) -> Iterator[Samples]:
-        waiting: deque[Samples] = deque()
+    def _read_ahead(self, order: Iterator[SampleNumbers]) -> Iterator[SampleNumbers]:
+        waiting: deque[SampleNumbers] = deque()
         for indices in order:
             for index in indices:
                 self._prefetch(index)
             waiting.append(indices)
-            if len(waiting) > self._num_ahead:
+            if len(waiting) > self._reading.read_ahead:
                 yield waiting.popleft()
         yield from waiting
 
-    def read(self, indices: Samples) -> Batch:
+    def read(self, indices: SampleNumbers) -> Batch:
         """Return the batch of some samples."""
         batch = self._make(indices)
-        if self._numbered:
-            batch = replace(batch, samples=tuple(indices))
-        return batch.pin_memory() if self._pin else batch
+        if self._reading.numbered:
+            batch = replace(batch, sample_numbers=tuple(indices))
+        return batch.pin_memory() if self._reading.pin_memory else batch
 
-    def _prefetched(self, order: Iterator[Samples]) -> Iterator[Batch]:
-        ahead: deque = deque()
-        executor = ThreadPoolExecutor(self._num_workers, thread_name_prefix="data")
+    def _prefetched(self, order: Iterator[SampleNumbers]) -> Iterator[Batch]:
+        ahead, num_workers = deque[Future[Batch]](), self._reading.num_workers
+        executor = ThreadPoolExecutor(num_workers, thread_name_prefix="data")
         try:
             while True:
-                for indices in islice(order, _BATCHES_AHEAD_PER_WORKER * self._num_workers - len(ahead)):
+                for indices in islice(order, _BATCHES_AHEAD_PER_WORKER * num_workers - len(ahead)):
                     ahead.append(executor.submit(self.read, indices))
                 if not ahead:
                     return
@@ -346,13 +356,10 @@ def build_loader(
     dp_size: int,
     consumed_samples: int = 0,
     dataloader_type: str = "single",
-    num_workers: int = 0,
     *,
     fmt: BatchFormat,
     cycle: Cycle | None = None,
-    pin_memory: bool = False,
-    read_ahead: int = 0,
-    numbered: bool = False,
+    reading: Reading = Reading(),  # noqa: B008
 ) -> BatchLoader:
     """Make the loader of one rank over one dataset.
 
@@ -389,7 +396,7 @@ def build_loader(
     make = partial(make_batch, dataset, fmt=fmt)
     if fmt.padded_length is not None:
         make = partial(make_padded_batch, dataset, fmt=fmt, length=fmt.padded_length)
-    return BatchLoader(make, order, num_workers, pin_memory, dataset.prefetch, read_ahead, numbered)
+    return BatchLoader(make, order, dataset.prefetch, reading)
 
 
 def build_packed_loader(
@@ -398,13 +405,10 @@ def build_packed_loader(
     batch_size: Callable[[int], int],
     rank: int,
     consumed_samples: int = 0,
-    num_workers: int = 0,
     *,
     fmt: BatchFormat,
-    pin_memory: bool = False,
-    read_ahead: int = 0,
-    forget: Callable[[int], None] | None = None,
-    numbered: bool = False,
+    forget: Callable[[int], None] = lambda first: None,
+    reading: Reading = Reading(),  # noqa: B008
 ) -> BatchLoader:
     """Make the loader of one rank over samples of different lengths; a batch is one pack.
 
@@ -414,19 +418,17 @@ def build_packed_loader(
         batch_size: global batch size after a number of consumed samples.
         rank: this rank, counted as in PackingPlan.
         consumed_samples: counted over all ranks.
-        num_workers: as in BatchLoader.
         fmt: from `build.batch_format`.
-        pin_memory, read_ahead, numbered: as in BatchLoader.
         forget: called with the first sample of a global batch when all packs of those before it were read.
+        reading: how.
     """
 
     def order() -> Iterator[Pack]:
         for first, packs in planner.batches(len(dataset), consumed_samples, batch_size, rank):
-            if forget is not None:
-                forget(first)
+            forget(first)
             yield from packs
 
     def make(pack: Pack) -> Batch:
         return make_packed_batch(dataset, pack.samples, fmt, partial(planner.format.pack, cp_size=pack.cp_size))
 
-    return BatchLoader(make, order, num_workers, pin_memory, dataset.prefetch, read_ahead, numbered)
+    return BatchLoader(make, order, dataset.prefetch, reading)

@@ -29,11 +29,9 @@ import numpy as np
 
 from moe_trainer.data.blend import BlendOrder
 from moe_trainer.data.combined import CombinedDataset
-from moe_trainer.data.dataset import Sample
+from moe_trainer.data.dataset import DatasetConfig, Sample
 from moe_trainer.data.document_sources import DocumentSource
-from moe_trainer.data.fim import FillInTheMiddle
-from moe_trainer.data.loader import Batch, BatchLoader, Samples
-from moe_trainer.data.tokenizer import Tokenizer
+from moe_trainer.data.loader import Batch, BatchLoader, SampleNumbers
 from moe_trainer.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -78,8 +76,8 @@ class StreamedDataset:
         source: the documents.
         name: of the source in messages.
         size: number of samples that the run reads.
+        config: its length, seed, tokenizer and rearrangement count.
         num_streams: see the head of this file; no more than there are parts.
-        fim: how samples are rearranged, not at all with None.
         by_document: a sample is a document of at most L+1 tokens, instead of L+1 tokens of the stream.
         num_threads: that tokenize documents before their turn; 0 tokenizes a document when it is asked for.
 
@@ -92,26 +90,23 @@ class StreamedDataset:
         source: DocumentSource,
         name: str,
         size: int,
+        config: DatasetConfig,
         *,
-        sequence_length: int,
-        seed: int,
-        tokenizer: Tokenizer,
         num_streams: int,
-        fim: FillInTheMiddle | None = None,
         by_document: bool = False,
         num_threads: int = 0,
     ):
         self._source, self._parts, self.name = source, source.parts(), name
         names = (os.path.basename(str(part)) for part in self._parts)  # a corpus may move to another folder
         self._digest = hashlib.blake2b("\n".join(names).encode(), digest_size=8).hexdigest()
-        self._size, self._length, self._seed, self._fim = size, sequence_length, seed, fim
+        self._size, self._length, self._seed, self._fim = size, config.sequence_length, config.seed, config.fim
         self._by_document, self._num_threads = by_document, num_threads
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenize") if num_threads else None
         if not len(self._parts):
             raise UserError(f"{name}: there is nothing to read")
-        if tokenizer.eod is None:
+        if config.tokenizer.eod is None:
             raise UserError(f"{name}: streamed text needs a tokenizer with an end-of-document token")
-        self._tokenizer = tokenizer
+        self._tokenizer = config.tokenizer
         self._streams = [
             _Stream(self, number, Cursor()) for number in range(max(min(num_streams, len(self._parts)), 1))
         ]
@@ -356,7 +351,7 @@ class StreamLoader:
             executor.shutdown(cancel_futures=True)
             self._dataset.load_state(self.state)  # what was read ahead is read again
 
-    def _read_next(self, order: Iterator[Samples]) -> tuple[Batch, StreamState] | None:
+    def _read_next(self, order: Iterator[SampleNumbers]) -> tuple[Batch, StreamState] | None:
         """Return the next batch and the state after it, None at the end; the order of packs depends on what is read."""
         indices = next(order, None)
         if indices is None:

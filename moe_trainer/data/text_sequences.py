@@ -95,6 +95,20 @@ def _open_rows(path: str) -> _Rows:
         raise UserError(f"{path}: cannot be read ({error})") from None
 
 
+def _get_eod(tokenizer: Tokenizer, path: str) -> int:
+    if tokenizer.eod is None:
+        raise UserError(f"{path}: samples end with the end-of-document token, and the tokenizer has none")
+    return tokenizer.eod
+
+
+def _end(row: Sample, eod: int) -> Sample:
+    """Append the end-of-document token, which is trained, where it is missing."""
+    ids, mask = row
+    if len(ids) and int(ids[-1]) == eod:
+        return row
+    return Sample(np.append(ids, eod), None if mask is None else np.append(mask, True))
+
+
 class TextSequences(CachedIndex):
     """Samples of a file: conversations, or with `only_conversations` False also texts.
 
@@ -109,12 +123,13 @@ class TextSequences(CachedIndex):
         cache_path: folder of the index; None for FILE.cache next to the file.
 
     Raises:
-        UserError: if the file cannot be read.
+        UserError: if the file cannot be read, or its samples end with a token that the tokenizer does not have.
     """
 
     def __init__(self, path: str, tokenizer: Tokenizer, only_conversations: bool, cache_path: str | None = None):
         self.name, self._tokenizer, self._only_conversations = path, tokenizer, only_conversations
         self.ends_with_eod = not only_conversations
+        self._eod = None if only_conversations else _get_eod(tokenizer, path)
         self._rows = _open_rows(path)
         folder = cache_path or f"{path}.cache"
         super().__init__("TextSequences", "all", {"place": None, "length": None, "label": None}, folder, path)
@@ -204,20 +219,12 @@ class TextSequences(CachedIndex):
                     tokenized = tokenize_conversation(sample, self._tokenizer)
                 else:
                     raise ValueError("conversations need --tokenizer-type SFTTokenizer")
-                samples.append(self._end(tokenized) if self.ends_with_eod else tokenized)
+                samples.append(tokenized if self._eod is None else _end(tokenized, self._eod))
                 if len(samples[-1].ids) < 2 and not self.ends_with_eod:
                     raise ValueError("the conversation has fewer than two tokens")
         except ValueError as error:
             raise UserError(f"{self.describe(number, len(samples))}: {error}") from None
         return samples
-
-    def _end(self, row: Sample) -> Sample:
-        """Append the end-of-document token, which is trained, where it is missing."""
-        ids, mask, eod = *row, self._tokenizer.eod
-        assert eod is not None, "samples that end with it need it"
-        if len(ids) and int(ids[-1]) == eod:
-            return row
-        return Sample(np.append(ids, eod), None if mask is None else np.append(mask, True))
 
     def samples(self) -> Iterator[tuple[tuple[int, int, int, int], Sample]]:
         """Yield (place, sample) in the order of the file, without the index."""

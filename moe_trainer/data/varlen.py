@@ -105,8 +105,7 @@ class MockSequences:
         self._source = None if lengths.data_path is None else open_token_file(lengths.data_path, memory_map=True)
         if self._source is not None and not self._source.sequence_lengths.any():
             raise UserError(f"--varlen-mock-dataset-config-json: {lengths.data_path} holds no tokens")
-        if lengths.mode == "file":
-            assert lengths.path is not None
+        if lengths.path is not None:
             self.lengths = _cut(_read_lengths(lengths.path), max_length)
             return
         mu = np.log(lengths.mean_seq_len) - lengths.lognormal_sigma**2 / 2

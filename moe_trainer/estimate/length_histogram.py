@@ -137,21 +137,21 @@ class PackedGroups:
 
     @staticmethod
     def of(
-        histogram: LengthHistogram, args: Arguments, get_cost: Callable[[int], float], group_size: int
+        histogram: LengthHistogram, args: Arguments, capacity: int, get_cost: Callable[[int], float], group_size: int
     ) -> PackedGroups:
         """Plan global batches of sequences that are drawn from a histogram, always the same ones.
 
         Args:
             histogram: of the tokens that the model reads of every sequence.
             args: with --dynamic-context-parallel.
+            capacity: tokens of a pack of one rank.
             get_cost: of a sequence by its length, in FLOPs.
             group_size: the number of microbatches is a multiple of it.
 
         Raises:
             ValueError: if a global batch has fewer sequences than microbatches.
         """
-        capacity, batch = args.packed_capacity, args.training.global_batch_size
-        assert capacity is not None, "dynamic groups are packed"
+        batch = args.training.global_batch_size
         limits = GroupSizes.of(
             args.dynamic_cp_sizes, capacity, args.sequence_padding_multiple, functools.lru_cache(None)(get_cost)
         )
@@ -225,7 +225,7 @@ class PackedLengths:
         cut = histogram.read_by_model(seq_length) if is_packed else histogram.cut(seq_length)
         packed = sum(count * get_flops(length) for length, count in cut.counts)
         padded = cut.num_sequences * get_flops(seq_length)
-        groups = PackedGroups.of(cut, args, get_flops, group_size) if args.dynamic_cp_sizes else None
+        groups = PackedGroups.of(cut, args, capacity, get_flops, group_size) if args.dynamic_cp_sizes else None
         return PackedLengths(
             cut,
             seq_length,

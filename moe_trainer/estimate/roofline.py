@@ -41,7 +41,7 @@ from moe_trainer.estimate.layer_time import (
     hidden_tensor_shares,
 )
 from moe_trainer.estimate.memory import ChunkBytes
-from moe_trainer.estimate.step_time import StepTime, optimizer_seconds, step_from_passes
+from moe_trainer.estimate.step_time import StepTime, action_times, optimizer_seconds, step_from_actions
 
 if TYPE_CHECKING:
     from arguments import Arguments
@@ -528,8 +528,8 @@ def make_roofline(plan: Plan, recordings: Mapping[int, Mapping[str, list]]) -> R
     else:
         optimizer = max(cost.outside for cost in of_stage)
     waits = max(cost.waits for cost in of_stage)
-    time = step_from_passes(
-        args, plan.world_size, recorded.sizes, count, plan.memory, hardware, passes, optimizer, waits
-    )
+    world_size, sizes = plan.world_size, recorded.sizes
+    actions = action_times(args, world_size, sizes, hardware, passes)
+    time = step_from_actions(args, world_size, sizes, count, plan.memory, hardware, actions, optimizer, waits)
     stage = max(range(len(of_stage)), key=lambda number: sum(each.total for pair in passes[number] for each in pair))
     return Roofline(time, of_stage[stage], tuple(notes(args)), stage, costs, executed)

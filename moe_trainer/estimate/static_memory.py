@@ -64,9 +64,10 @@ def cast_bytes(args: Arguments, chunks: Sequence[ChunkLayout], plain: LayerParam
     """
     linears, experts = args.te_quantizes
     fmt, stored = quantized_format(args.precision), args.stored_weight_format
-    if args.parallel.has_sharded_params or args.training.captured_modules - {"iteration"} or not (linears or experts):
+    if fmt is None or args.parallel.has_sharded_params or args.training.captured_modules - {"iteration"}:
         return 0.0
-    assert fmt is not None
+    if not (linears or experts):
+        return 0.0
     transposes = fmt.tokens_per_scale is None and not fmt.is_custom
     copies = 2 - (args.has_frozen_weights or (transposes and hardware is not None and hardware.is_blackwell))
     copies -= stored is not None and stored.library_takes  # the weights themselves are the first

@@ -179,17 +179,10 @@ def plan_step(
     times = LayerTime(args, Interconnect(hardware), ChunkBytes(args, vocab_rows), attention_length)
     optimizer = max(optimizer_seconds(args, world_size, stage, hardware) for stage in memory)
     host = 0.0 if args.training.cuda_graph_impl == "full_iteration" else times.constants.iteration
-    return step_from_passes(
-        args,
-        world_size,
-        times.sizes,
-        num_microbatches,
-        memory,
-        hardware,
-        _all_passes(times, factor),
-        optimizer,
-        host,
-        _deferred_head(times, factor),
+    deferred = _deferred_head(times, factor)
+    actions = action_times(args, world_size, times.sizes, hardware, _all_passes(times, factor), deferred)
+    return step_from_actions(
+        args, world_size, times.sizes, num_microbatches, memory, hardware, actions, optimizer, host
     )
 
 
@@ -198,7 +191,7 @@ def plan_actions(
 ) -> ActionTimes:
     """Return the costs of all actions of the schedule, from which `plan_step` gets the time of an iteration."""
     times = LayerTime(args, Interconnect(hardware), ChunkBytes(args, vocab_rows), attention_length)
-    return _action_times(args, world_size, times.sizes, hardware, _all_passes(times), _deferred_head(times))
+    return action_times(args, world_size, times.sizes, hardware, _all_passes(times), _deferred_head(times))
 
 
 def _deferred_head(times: LayerTime, factor: float | None = None) -> float:
@@ -216,14 +209,18 @@ def _all_passes(times: LayerTime, factor: float | None = None) -> list[list[tupl
     return [[scaled[chunk] for chunk in chunks] for chunks in layouts]
 
 
-def _action_times(
+def action_times(
     args: Arguments,
     world_size: int,
     sizes: ChunkBytes,
     hardware: Hardware,
     passes: Sequence[Sequence[tuple[PassTime, PassTime]]],
-    head_wgrad: float,
+    head_wgrad: float = 0.0,
 ) -> ActionTimes:
+    """Return the costs of the actions of passes, [pipeline rank][chunk] -> forward, backward.
+
+    `head_wgrad`: seconds of the last backward that are deferred, if any.
+    """
     parallel, pp, message = args.parallel, args.parallel.pipeline_model_parallel_size, 0.0
     if pp > 1 and not parallel.overlap_p2p_comm:
         width = args.model.hidden_size * (args.model.num_residual_streams if args.model.enable_hyper_connections else 1)
@@ -232,27 +229,23 @@ def _action_times(
     return ActionTimes(passes, message, exchange_slowdown(args, hardware), has_wgrad_actions, head_wgrad)
 
 
-def step_from_passes(
+def step_from_actions(
     args: Arguments,
     world_size: int,
     sizes: ChunkBytes,
     num_microbatches: int,
     memory: Sequence[StageMemory],
     hardware: Hardware,
-    passes: Sequence[Sequence[tuple[PassTime, PassTime]]],
+    times: ActionTimes,
     optimizer: float,
     host: float,
-    head_wgrad: float = 0.0,
 ) -> StepTime:
-    """Return the time of an iteration from its passes: [pipeline rank][chunk] -> forward, backward.
-
-    `optimizer` and `host` are seconds; so is `head_wgrad`, the part of the last backward that is deferred, if any.
-    """
-    times = _action_times(args, world_size, sizes, hardware, passes, head_wgrad)
-    makespan, busy, spent = _simulate_all(args, times, num_microbatches, len(passes[0]))
-    rank = max(range(len(passes)), key=lambda number: busy[number])
+    """Return the time of an iteration from the costs of its actions; `optimizer` and `host` are seconds."""
+    num_chunks = len(times.passes[0])
+    makespan, busy, spent = _simulate_all(args, times, num_microbatches, num_chunks)
+    rank = max(range(len(times.passes)), key=lambda number: busy[number])
     window = [sum(passes, PassTime()) for passes in zip(*times.passes[rank])]
-    messages = 2 * len(passes[0]) * num_microbatches * times.message
+    messages = 2 * num_chunks * num_microbatches * times.message
     bubble = max(0.0, makespan - busy[rank])
     links = Interconnect(hardware)
     data = _data_parallel(args, world_size, memory[rank], links, window, num_microbatches, sizes.size)

@@ -57,7 +57,6 @@ class TrainedModel(TemplateLM):
         scorer, generator: of the model.
         codec: of its tokenizer.
         counter: counts the tokens of experts by task.
-        write_prompt: turns a conversation into text up to the answer; None without a chat template.
     """
 
     def __init__(
@@ -66,10 +65,8 @@ class TrainedModel(TemplateLM):
         generator: Generator,
         codec: TextCodec,
         counter: RoutingCounter | None = None,
-        write_prompt: Callable[[Sequence[Any]], str] | None = None,
     ):
         super().__init__()
-        self._write_prompt = write_prompt
         self._scorer, self._generator, self._codec, self._counter = scorer, generator, codec, counter
         self.max_length = scorer.max_length
 
@@ -87,12 +84,6 @@ class TrainedModel(TemplateLM):
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         return self._codec.encode(string, add_special_tokens)
-
-    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        assert self._write_prompt is not None
-        if not add_generation_prompt:
-            raise UserError("the task begins the answers (gen_prefix), which is not implemented with a chat template")
-        return self._write_prompt(chat_history)
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         return self._by_task(requests, lambda part: super(TrainedModel, self).loglikelihood(part, disable_tqdm=True))
@@ -169,6 +160,19 @@ class TrainedModel(TemplateLM):
         prompts = [self.tok_encode(context)[-max_context:] or [self.prefix_token_id] for context in contexts]
         written = self._generator.generate(prompts, GenerationOptions(max_tokens, is_finished))
         return [postprocess_generated_text(decode(_until(tokens, eos)), stops, None) for tokens in written]
+
+
+class ChatModel(TrainedModel):
+    """The interface to a model with a chat template; `write_prompt` makes text of a conversation up to the answer."""
+
+    def __init__(self, write_prompt: Callable[[Sequence[Any]], str], *parts: Any):
+        super().__init__(*parts)
+        self._write_prompt = write_prompt
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        if not add_generation_prompt:
+            raise UserError("the task begins the answers (gen_prefix), which is not implemented with a chat template")
+        return self._write_prompt(chat_history)
 
 
 def _until(tokens: Sequence[int], end: int) -> Sequence[int]:

@@ -9,36 +9,41 @@ from __future__ import annotations
 import datetime
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from moe_trainer.metrics.iteration import IterationRecord
 
 
-def iteration_line(
-    record: IterationRecord,
-    now: datetime.datetime,
-    train_iters: int,
-    elapsed_ms: float,
-    losses: Mapping[str, float],
-    *,
-    throughput: float | None = None,
-    overload_factors: tuple[float, float] | None = None,
-    skipped_iterations: int = 0,
-    nan_iterations: int = 0,
-    repeated_iterations: int = 0,
-) -> str:
+@dataclass(frozen=True)
+class LoggedInterval:
+    """The iterations since the last line.
+
+    Attributes:
+        elapsed_ms: milliseconds per iteration.
+        losses: means.
+        throughput: TFLOP/s per GPU.
+        overload_factors: tokens of the fullest expert-parallel rank over the mean; mean and maximum over layers.
+        skipped_iterations, nan_iterations: how many were.
+        repeated_iterations: how many were, because a buffer of experts was too small.
+    """
+
+    elapsed_ms: float
+    losses: Mapping[str, float]
+    throughput: float | None = None
+    overload_factors: tuple[float, float] | None = None
+    skipped_iterations: int = 0
+    nan_iterations: int = 0
+    repeated_iterations: int = 0
+
+
+def iteration_line(record: IterationRecord, now: datetime.datetime, train_iters: int, interval: LoggedInterval) -> str:
     """Return the line of an iteration, including the leading blank. Values that are None are left out.
 
     Args:
         record: of the iteration.
         now: time of the line.
         train_iters: iterations of the run.
-        elapsed_ms: milliseconds per iteration.
-        losses: means over the interval.
-        throughput: TFLOP/s per GPU.
-        overload_factors: tokens of the fullest expert-parallel rank over the mean; mean and maximum over layers.
-        skipped_iterations: in the interval.
-        nan_iterations: in the interval.
-        repeated_iterations: in the interval, because a buffer of experts was too small; left out if there is none.
+        interval: that ends with it. The number of repeated iterations is left out if there is none.
     """
     parts = [
         f"[{now.strftime('%Y-%m-%d %H:%M:%S.%f')}] iteration {record.iteration:8d}/{train_iters:8d}",
@@ -46,16 +51,16 @@ def iteration_line(
     ]
     if record.skipped_samples > 0:
         parts.append(f"skipped samples: {record.skipped_samples:12d}")
-    parts.append(f"elapsed time per iteration (ms): {elapsed_ms:.1f}")
-    if throughput is not None:
-        parts.append(f"throughput per GPU (TFLOP/s/GPU): {throughput:.1f}")
+    parts.append(f"elapsed time per iteration (ms): {interval.elapsed_ms:.1f}")
+    if interval.throughput is not None:
+        parts.append(f"throughput per GPU (TFLOP/s/GPU): {interval.throughput:.1f}")
     if record.energy is not None:
         joules, watts = record.energy
         parts += [f"energy per GPU (J/iter/GPU): {joules:.1f}", f"power per GPU (W/GPU): {watts:.1f}"]
     parts.append(f"learning rate: {record.next_learning_rate:.6E}")
     parts.append(f"global batch size: {record.global_batch_size:5d}")
     # A negative mean is not printed, as in Megatron-LM; NaN is, because hiding it would be silent.
-    parts += [f"{name}: {value:.6E}" for name, value in losses.items() if not value < 0.0]
+    parts += [f"{name}: {value:.6E}" for name, value in interval.losses.items() if not value < 0.0]
     parts.append(f"loss scale: {record.loss_scale:.1f}")
     for name, value, spec in (
         ("grad norm", record.step.grad_norm, ".3f"),
@@ -65,13 +70,13 @@ def iteration_line(
     ):
         if value is not None:
             parts.append(f"{name}: {value:{spec}}")
-    if overload_factors is not None:
-        mean, largest = overload_factors
+    if interval.overload_factors is not None:
+        mean, largest = interval.overload_factors
         parts += [f"avg overload factor: {mean:.3f}", f"max overload factor: {largest:.3f}"]
-    parts.append(f"number of skipped iterations: {skipped_iterations:3d}")
-    parts.append(f"number of nan iterations: {nan_iterations:3d}")
-    if repeated_iterations:
-        parts.append(f"number of repeated iterations: {repeated_iterations:3d}")
+    parts.append(f"number of skipped iterations: {interval.skipped_iterations:3d}")
+    parts.append(f"number of nan iterations: {interval.nan_iterations:3d}")
+    if interval.repeated_iterations:
+        parts.append(f"number of repeated iterations: {interval.repeated_iterations:3d}")
     return "".join(f" {part} |" for part in parts)
 
 

@@ -26,7 +26,7 @@ from tqdm import tqdm
 from arguments.output import OutputArgs
 from moe_trainer.errors import name_write_errors
 from moe_trainer.metrics import event_files
-from moe_trainer.metrics.console import iteration_line, perplexity, task_line, validation_line
+from moe_trainer.metrics.console import LoggedInterval, iteration_line, perplexity, task_line, validation_line
 from moe_trainer.metrics.dashboard import open_dashboard
 from moe_trainer.metrics.evaluation_summary import EvaluationResult
 from moe_trainer.metrics.iteration import IterationRecord
@@ -168,10 +168,7 @@ class MetricsLogger:
         seconds = self._line_seconds / (self._advanced + self._skipped)
         losses = {name: total / max(1, self._advanced) for name, total in self._loss_sums.items()}
         self._summary.add_line(self._advanced, losses)
-        line = iteration_line(
-            record,
-            datetime.datetime.now(),
-            self._options.train_iters,
+        interval = LoggedInterval(
             seconds * 1e3,
             losses,
             throughput=self._tflops(record.flops, seconds) if self._options.output.log_throughput else None,
@@ -180,7 +177,7 @@ class MetricsLogger:
             nan_iterations=self._nan,
             repeated_iterations=self._repeated,
         )
-        self.print(line)
+        self.print(iteration_line(record, datetime.datetime.now(), self._options.train_iters, interval))
 
     def _overload_factors(self, health: Mapping[str, Any] | None) -> tuple[float, float] | None:
         """Return the mean and maximum over layers; None if every rank holds all experts."""

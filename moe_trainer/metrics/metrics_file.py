@@ -34,8 +34,7 @@ class MetricsFile:
 
     def __init__(self, path: Path, existing: frozenset[str] = frozenset()):
         self._path, self._existing = path, existing
-        # not a Python file object, whose buffer loses what it could not write
-        self._descriptor: int | None = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - Python's buffer loses what it could not write
         self._buffered = b""
         self._lock = threading.Lock()  # an end may be recorded by another thread
 
@@ -68,9 +67,8 @@ class MetricsFile:
             logger.warning("--metrics-file: writing to %s again; no record is missing", self._path)
 
     def _write(self) -> None:
-        assert self._descriptor is not None  # nothing is appended after close
         while self._buffered:
-            self._buffered = self._buffered[os.write(self._descriptor, self._buffered) :]
+            self._buffered = self._buffered[os.write(self._file.fileno(), self._buffered) :]
 
     def close(self) -> None:
         """Write the buffered lines and close the file.
@@ -78,14 +76,13 @@ class MetricsFile:
         Raises:
             UserError: if they cannot be written.
         """
-        if self._descriptor is None:
+        if self._file.closed:
             return
         try:
             with name_write_errors("--metrics-file", self._path):
                 self._write()
         finally:
-            os.close(self._descriptor)
-            self._descriptor = None
+            self._file.close()
 
 
 def open_metrics_file(path: str, start_iteration: int | None) -> MetricsFile:

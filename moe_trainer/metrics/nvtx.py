@@ -31,30 +31,39 @@ class Nvtx(Protocol):
     def range_end(self, range_id: Any) -> Any: ...
 
 
-class NvtxRanges:
-    """Ranges of one rank. Without a library (on a CPU, or without --nvtx-ranges) all calls do nothing."""
-
-    def __init__(self, nvtx: Nvtx | None = None):
-        self._nvtx = nvtx
-        self._open: dict[str, Any] = {}
+class Ranges:
+    """Ranges of one rank. These, on a CPU or without --nvtx-ranges, mark nothing."""
 
     def __call__(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Mark the enclosed block."""
-        return contextlib.nullcontext() if self._nvtx is None else self._pushed(self._nvtx, name)
-
-    @staticmethod
-    @contextlib.contextmanager
-    def _pushed(nvtx: Nvtx, name: str) -> Iterator[None]:
-        nvtx.range_push(name)
-        try:
-            yield
-        finally:
-            nvtx.range_pop()
+        return contextlib.nullcontext()
 
     def mark_module(self, name: str, module: nn.Module) -> None:
         """Mark every forward of a module and, where its first input requires a gradient, the backward."""
-        if self._nvtx is None:
-            return
+
+    def mark_phases(self, name: str, owner: object, methods: tuple[str, ...]) -> None:
+        """Mark the methods of an object that are the parts of one phase.
+
+        The first one's first argument and the last one's result are tensors, or have a tensor `x_RH`.
+        """
+
+
+class NvtxRanges(Ranges):
+    """Ranges that a library shows."""
+
+    def __init__(self, nvtx: Nvtx):
+        self._nvtx = nvtx
+        self._open: dict[str, Any] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        self._nvtx.range_push(name)
+        try:
+            yield
+        finally:
+            self._nvtx.range_pop()
+
+    def mark_module(self, name: str, module: nn.Module) -> None:
         nvtx = self._nvtx
 
         def before(module: nn.Module, inputs: tuple) -> None:
@@ -70,12 +79,6 @@ class NvtxRanges:
         module.register_forward_hook(after, always_call=True)  # a failed forward is popped, too
 
     def mark_phases(self, name: str, owner: object, methods: tuple[str, ...]) -> None:
-        """Mark the methods of an object that are the parts of one phase.
-
-        The first one's first argument and the last one's result are tensors, or have a tensor `x_RH`.
-        """
-        if self._nvtx is None:
-            return
         for index, method in enumerate(methods):
             is_first, is_last = index == 0, index == len(methods) - 1
             setattr(owner, method, self._marked(name, getattr(owner, method), is_first, is_last))
@@ -102,12 +105,10 @@ class NvtxRanges:
             given.register_hook(partial(self._end, BACKWARD_OF + name))
 
     def _start(self, name: str, grad: Tensor) -> None:
-        assert self._nvtx is not None
         self._end(name, grad)  # one whose input had no gradient after all
         self._open[name] = self._nvtx.range_start(name)
 
     def _end(self, name: str, grad: Tensor) -> None:
-        assert self._nvtx is not None
         if name in self._open:
             self._nvtx.range_end(self._open.pop(name))
 
@@ -116,6 +117,6 @@ def _requires_grad(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled()
 
 
-def make_ranges(enabled: bool, device: torch.device) -> NvtxRanges:
+def make_ranges(enabled: bool, device: torch.device) -> Ranges:
     """Return the ranges of a rank: torch's, if they are enabled and the device is a GPU."""
-    return NvtxRanges(torch.cuda.nvtx if enabled and device.type == "cuda" else None)
+    return NvtxRanges(torch.cuda.nvtx) if enabled and device.type == "cuda" else Ranges()

@@ -13,7 +13,7 @@ from typing import Any
 
 from arguments.container import OPTIONS, flags_of
 from moe_trainer.metrics.record_checks import checked_record, is_number
-from moe_trainer.metrics.run_findings import find_problems, worst_layers
+from moe_trainer.metrics.run_findings import RunSizes, find_problems, unusual_learning_rate, worst_layers
 from moe_trainer.metrics.run_state import WITHOUT_END, RunEnd, RunState, clock, state_of_run
 
 MAX_RECORDS = 2000
@@ -223,19 +223,16 @@ class RunData:
         ranks = [] if self._ranks is None else self._ranks.items()
         if ranks:
             page["ranks"] = _rank_columns(ranks)
-        page["findings"] = find_problems(
-            records,
-            routing,
-            ranks,
+        sizes = RunSizes(
             num_experts=self._count("model", "num_experts", 0),
             world_size=self._count("mapping", "world_size", 1),
             expert_ranks=self._count("mapping", "ep", 1),
             vocab_size=self._head.get("padded_vocab_size"),
-            settings=self._settings("all_settings"),
-            parameters=self._count("model", "active_parameters", 0),
-            ended=self._end_finding(state),
-            warnings=[text for text in self._head.get("warnings", ()) if isinstance(text, str)],
         )
+        rate = unusual_learning_rate(self._settings("all_settings"), self._count("model", "active_parameters", 0))
+        texts = (rate, *self._head.get("warnings", ()))
+        warnings = [text for text in texts if isinstance(text, str)]
+        page["findings"] = find_problems(records, routing, ranks, sizes, self._end_finding(state), warnings)
         return page
 
     def _count(self, part: str, name: str, default: int) -> int:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
-from types import MappingProxyType
 from typing import Any
 
 from moe_trainer.drawing.number_ranges import group_consecutive
@@ -32,16 +32,31 @@ _HIGH_RATE, _LOW_RATE = 10.0, 1000.0  # over and below the usual learning rate
 _ORDER = ("bad", "warn", "ok")
 
 
+@dataclass(frozen=True)
+class RunSizes:
+    """Sizes of a run that its findings depend on.
+
+    Attributes:
+        num_experts: of a layer, 0 without experts.
+        world_size: ranks of the run.
+        expert_ranks: size of expert parallelism.
+        vocab_size: padded; None if unknown.
+    """
+
+    num_experts: int = 0
+    world_size: int = 1
+    expert_ranks: int = 1
+    vocab_size: int | None = None
+
+
+UNKNOWN_SIZES = RunSizes()
+
+
 def find_problems(
     records: Sequence[Mapping[str, Any]],
     routing: Sequence[Mapping[str, Any]],
     ranks: Sequence[Mapping[str, Any]],
-    num_experts: int = 0,
-    world_size: int = 1,
-    expert_ranks: int = 1,
-    vocab_size: int | None = None,
-    settings: Mapping[str, Any] = MappingProxyType({}),
-    parameters: int = 0,
+    sizes: RunSizes = UNKNOWN_SIZES,
     ended: Finding | None = None,
     warnings: Sequence[str] = (),
 ) -> list[Finding]:
@@ -53,28 +68,21 @@ def find_problems(
         records: of iterations, in order.
         routing: their routing health, with `iteration`.
         ranks: their compute times (`own_time_ms`), with `iteration`.
-        num_experts: of a layer, 0 without experts.
-        world_size: ranks of the run.
-        expert_ranks: size of expert parallelism.
-        vocab_size: padded; None if unknown.
-        settings: every flag, by name; none if unknown.
-        parameters: active ones; 0 if unknown.
+        sizes: of the run, as far as known.
         ended: how the run ended, if badly.
         warnings: of its start.
     """
-    rate = unusual_learning_rate(settings, parameters)
-    warnings = [*([] if rate is None else [rate]), *warnings]
     found = [
         *([] if ended is None else [ended]),
-        *_loss_problems(records, vocab_size),
+        *_loss_problems(records, sizes.vocab_size),
         *_divergence(records),
         *(_loss_finding("warn", text) for text in warnings),
-        *_slow_ranks(ranks, _busiest_expert_rank(routing, expert_ranks)),
+        *_slow_ranks(ranks, _busiest_expert_rank(routing, sizes.expert_ranks)),
         *({**each, "card": "routing"} for each in worst_layers(routing)),
     ]
     found = [{name: each[name] for name in ("severity", "card", "text", "metric") if name in each} for each in found]
     if not found:
-        text = _all_is_well(routing, ranks, num_experts, world_size)
+        text = _all_is_well(routing, ranks, sizes.num_experts, sizes.world_size)
         return [{"severity": "ok", "card": "loss", "text": text}] if records else []
     return sorted(found, key=lambda each: _ORDER.index(each["severity"]))
 

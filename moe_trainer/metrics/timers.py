@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import torch
 
-from moe_trainer.metrics.nvtx import NvtxRanges
+from moe_trainer.metrics.nvtx import Ranges
 from moe_trainer.parallel.trace import Trace
 
 LEVELS = tuple(
@@ -46,9 +46,9 @@ class Timers:
         level: int,
         synchronize: bool = False,
         trace: Trace | None = None,
-        ranges: NvtxRanges | None = None,
+        ranges: Ranges | None = None,
     ):
-        self.ranges = ranges or NvtxRanges()
+        self.ranges = Ranges() if ranges is None else ranges
         self._active = {name: timer_level <= level for timer_level, names in enumerate(LEVELS) for name in names}
         self._seconds: dict[str, float] = {}
         self._synchronize = synchronize

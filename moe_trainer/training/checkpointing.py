@@ -20,8 +20,8 @@ from moe_trainer.checkpoint.options import CheckpointState
 from moe_trainer.errors import as_user_error
 from moe_trainer.optim.scheduler_state import scheduler_state_dict
 from moe_trainer.resilience.save_failures import MAX_CONSECUTIVE_FAILURES
-from moe_trainer.training.context import BaseRun, TrainRun, TrainState
 from moe_trainer.training.data_setup import merged_stream_states
+from moe_trainer.training.run import BaseRun, TrainRun, TrainState
 
 logger = logging.getLogger(__name__)
 

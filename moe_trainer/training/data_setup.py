@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from arguments import Arguments
+from arguments.training import TrainingArgs
 from moe_trainer.checkpoint.directory import tokenizer_files
 from moe_trainer.data.build import AnyDataset, Datasets, batch_format, build_datasets, build_streams
 from moe_trainer.data.fingerprint import compare_fingerprints, make_fingerprint, warn_of_training_text
-from moe_trainer.data.loader import BatchFormat, BatchLoader, Cycle, build_loader, build_packed_loader
+from moe_trainer.data.loader import BatchFormat, BatchLoader, Cycle, Reading, build_loader, build_packed_loader
 from moe_trainer.data.packing import PackFormat, PackingPlanner
 from moe_trainer.data.sample_order import compare_flags, compare_orders, describe_order, keep_cycle
 from moe_trainer.data.sources import requested_sizes, training_phases
@@ -23,7 +24,7 @@ from moe_trainer.errors import UserError, as_user_error
 from moe_trainer.estimate.flops import training_flops
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.coordination import run_on_rank0
-from moe_trainer.training.context import BaseRun, Inputs, TrainState, print_rank_0
+from moe_trainer.training.run import BaseRun, Inputs, TrainState, print_rank_0
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +87,26 @@ def build_inputs(run: BaseRun, state: TrainState, tokenizer: Tokenizer) -> Input
             cycle=cycle,
             packing=packing,
             text_stream=loader if isinstance(loader, StreamLoader) else None,
+            sample_numbers=partial(_sample_numbers, args.training, ps.dp.size, datasets.train, fmt, cycle),
         )
+
+
+def _sample_numbers(
+    training: TrainingArgs,
+    num_ranks: int,
+    dataset: AnyDataset,
+    fmt: BatchFormat,
+    cycle: Cycle | None,
+    consumed: int,
+    num_microbatches: int,
+) -> list[int]:
+    """Return the numbers of Inputs.sample_numbers."""
+    kind, micro = training.dataloader_type or "single", training.micro_batch_size
+    by_rank = []
+    for rank in range(num_ranks):
+        loader = build_loader(dataset, micro, rank, num_ranks, consumed, kind, fmt=fmt, cycle=cycle)
+        by_rank.append([batch for batch, _ in zip(loader.indices(), range(num_microbatches))])
+    return [int(number) for microbatch in zip(*by_rank) for batch in microbatch for number in batch]
 
 
 def _compare_with_checkpoint(
@@ -211,9 +231,12 @@ def make_loader(
     see build_loader.
     """
     args, dp = run.args, run.ps.dp
-    kind, workers = args.training.dataloader_type or "single", args.data.num_workers
-    pin_memory = run.runtime.device.type == "cuda"
-    read_ahead, numbered = _count_batches_ahead(args), args.moe.moe_routing_replay_path is not None
+    reading = Reading(
+        num_workers=args.data.num_workers,
+        read_ahead=_count_batches_ahead(args),
+        pin_memory=run.runtime.device.type == "cuda",
+        numbered=args.moe.moe_routing_replay_path is not None,
+    )
     if packing is not None:
         loader = build_packed_loader(
             dataset,
@@ -221,28 +244,14 @@ def make_loader(
             get_batch_size,
             run.data_rank,
             consumed,
-            workers,
             fmt=fmt,
-            pin_memory=pin_memory,
-            read_ahead=read_ahead,
-            forget=dataset.forget if isinstance(dataset, StreamedSequences) else None,
-            numbered=numbered,
+            forget=dataset.forget if isinstance(dataset, StreamedSequences) else lambda first: None,
+            reading=reading,
         )
     else:
-        loader = build_loader(
-            dataset,
-            micro_batch_size,
-            dp.rank,
-            dp.size,
-            consumed,
-            kind,
-            workers,
-            fmt=fmt,
-            cycle=cycle,
-            pin_memory=pin_memory,
-            read_ahead=read_ahead,
-            numbered=numbered,
-        )
+        kind = args.training.dataloader_type or "single"
+        place = micro_batch_size, dp.rank, dp.size, consumed, kind
+        loader = build_loader(dataset, *place, fmt=fmt, cycle=cycle, reading=reading)
     if isinstance(dataset, Streamed):
-        return StreamLoader(dataset, loader, read_ahead)
+        return StreamLoader(dataset, loader, reading.read_ahead)
     return loader

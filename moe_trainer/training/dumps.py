@@ -18,8 +18,8 @@ from moe_trainer.debug.tensor_dump import TRACE, TensorRecorder, dump_gradients,
 from moe_trainer.model.module_names import named_experts, named_modules
 from moe_trainer.model.weights import export_named_weights, gather_named_tensors, get_main_grad
 from moe_trainer.parallel.coordination import drain_on_exit, raise_on_all_ranks
-from moe_trainer.training.context import TrainRun
 from moe_trainer.training.export import write_weights
+from moe_trainer.training.run import TrainRun
 
 _TENSORS = frozenset({"activations", "dgrads"})
 _RECORDED = frozenset({*_TENSORS, "tokens_per_expert", TRACE})

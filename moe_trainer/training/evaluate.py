@@ -22,8 +22,8 @@ from moe_trainer.metrics.evaluation_summary import EvaluationResult, evaluation_
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.state import Group
-from moe_trainer.training.context import BaseRun, TrainState
 from moe_trainer.training.data_setup import make_loader, make_packing_planner
+from moe_trainer.training.run import BaseRun, TrainState
 from moe_trainer.training.step import agree_on_buffers, reduce_loss, run_microbatches
 
 
@@ -103,7 +103,6 @@ def evaluate(
     """
     training, ps = run.args.training, run.ps
     micro, batch_size = training.eval_micro_batch_size, training.eval_global_batch_size
-    assert micro is not None and batch_size is not None
     # a full pass ends with the last full microbatch of all ranks, not with the last full batch
     chunk = micro * ps.dp.size
     samples = len(dataset) // chunk * chunk if full_pass else training.eval_iters * batch_size

@@ -16,8 +16,8 @@ from moe_trainer.inference.generator import Generator
 from moe_trainer.inference.text import TextCodec
 from moe_trainer.metrics.logger import TaskMetric
 from moe_trainer.parallel.coordination import raise_on_all_ranks
-from moe_trainer.training.context import BaseRun, TrainState
 from moe_trainer.training.inference import as_model, open_chat_template
+from moe_trainer.training.run import BaseRun, TrainState
 from moe_trainer.training.step import agree_on_buffers
 
 _KEPT = ("results", "groups", "group_subtasks", "versions", "n-shot", "higher_is_better", "n-samples")
@@ -50,11 +50,12 @@ def bind_tasks(
     Raises:
         UserError: if the tokenizer has no text, or the mapping cannot evaluate tasks.
     """
-    write_prompt = open_chat_template(run).write_prompt if runner.options.uses_chat_template else None
     passes = as_model(run)
     scorer, generator = Scorer(passes, batch_size), Generator(passes, batch_size, tokenizer.vocab_size)
-    model = open_harness().TrainedModel(scorer, generator, TextCodec(tokenizer), counter, write_prompt)
-    return TaskEvaluation(runner, model)
+    parts = scorer, generator, TextCodec(tokenizer), counter
+    if runner.options.uses_chat_template:
+        return TaskEvaluation(runner, open_harness().ChatModel(open_chat_template(run).write_prompt, *parts))
+    return TaskEvaluation(runner, open_harness().TrainedModel(*parts))
 
 
 def run_tasks(run: BaseRun, evaluation: TaskEvaluation) -> dict[str, Any]:

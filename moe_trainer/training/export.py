@@ -20,7 +20,7 @@ from moe_trainer.checkpoint.safetensors_format import safetensors_header, tensor
 from moe_trainer.io import atomic_write
 from moe_trainer.model.weights import export_named_weights
 from moe_trainer.parallel.coordination import drain_on_exit, raise_on_all_ranks
-from moe_trainer.training.context import BaseRun
+from moe_trainer.training.run import BaseRun
 
 logger = logging.getLogger(__name__)
 

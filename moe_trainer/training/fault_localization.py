@@ -24,7 +24,7 @@ from moe_trainer.model.transformer import Transformer
 from moe_trainer.model.weights import chunk_stages
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.params import get_param_info
-from moe_trainer.training.context import BaseRun, TrainRun, TrainState
+from moe_trainer.training.run import BaseRun, TrainRun, TrainState
 
 
 def locate_nonfinite(run: TrainRun, state: TrainState, rerun: Callable[[], list[Tensor]]) -> str:

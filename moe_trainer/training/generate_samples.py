@@ -7,8 +7,8 @@ from moe_trainer.inference.completion import PromptCompleter, encode_prompts
 from moe_trainer.inference.generator import Generator
 from moe_trainer.inference.text import TextCodec
 from moe_trainer.parallel.coordination import raise_on_all_ranks
-from moe_trainer.training.context import BaseRun, TrainState
 from moe_trainer.training.inference import as_model
+from moe_trainer.training.run import BaseRun, TrainState
 from moe_trainer.training.step import agree_on_buffers
 
 

@@ -9,16 +9,16 @@ from dataclasses import dataclass
 
 import arguments
 from arguments.help import field_docs
-from moe_trainer.checkpoint.manager import read_saved_args
+from moe_trainer.checkpoint.recorded_flags import read_recorded_flags
 from moe_trainer.data.template_process import LimitedTemplate
 from moe_trainer.data.tokenizer import Tokenizer, build_tokenizer
 from moe_trainer.data.tokenizer_libraries import open_sft
 from moe_trainer.errors import UserError, as_user_error
 from moe_trainer.inference.model import Model
 from moe_trainer.launch_env import read_launch_env
-from moe_trainer.training.context import BaseRun, TrainState
 from moe_trainer.training.initialize import initialize
 from moe_trainer.training.resume import build_and_resume
+from moe_trainer.training.run import BaseRun, TrainState
 
 # evaluation batches of a data set are not read, so none is needed
 _FLAGS = ("--use-checkpoint-args", "--skip-train", "--eval-iters", "0")
@@ -56,16 +56,14 @@ def load_for_inference(source: str, flags: Sequence[str], environ: Mapping[str, 
     if "--load" in names:
         raise UserError(f"--load: the model is the first argument, {source}; give no other")
     argv = [*_FLAGS, "--load", source, *flags]
-    found = arguments.find_checkpoint_args_source(argv)
-    assert found is not None and found.folder is not None  # the flags above ask for it
-    recorded = dict(read_saved_args(found.folder, found.step, found.hf_mapping))
+    launch_env = read_launch_env(os.environ if environ is None else environ)
+    recorded = dict(read_recorded_flags(argv, launch_env.world_size) or {})
     for name in _TOKENIZER_FLAGS.intersection(names):  # else the checkpoint's value would override it
         recorded.pop(name.removeprefix("--").replace("-", "_"), None)
     if recorded.get("seq_length") is None:  # a Hugging Face model has none
         recorded["seq_length"] = recorded.get("max_position_embeddings")
     if recorded.get("multi_latent_attention") and recorded.get("rope_type") == "rope":
         argv.append("--no-rope-fusion")  # which the flags of this model ask for
-    launch_env = read_launch_env(os.environ if environ is None else environ)
     args = arguments.parse_args(argv, launch_env.world_size, recorded)
     runtime = initialize(args, launch_env)
     for note in args.notes:

@@ -20,13 +20,13 @@ from moe_trainer.parallel import collectives
 from moe_trainer.resilience.signals import ExitSignalHandler
 from moe_trainer.resilience.timeouts import TimeoutManager
 from moe_trainer.training.checkpointing import finish_save, save_checkpoint, save_is_due
-from moe_trainer.training.context import BaseRun, FrozenRun, TrainRun, TrainState, print_rank_0
 from moe_trainer.training.evaluate import can_validate, set_training, validate
 from moe_trainer.training.evaluate_tasks import evaluate_tasks
 from moe_trainer.training.generate_samples import write_samples
 from moe_trainer.training.monitors import RankMonitors, peak_memory_mb
 from moe_trainer.training.record_step import record_folder, record_step
 from moe_trainer.training.rerun import snapshot_iteration_start
+from moe_trainer.training.run import BaseRun, FrozenRun, TrainRun, TrainState, print_rank_0
 from moe_trainer.training.step import frozen_step, train_step
 
 logger = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from moe_trainer.metrics.logger import LogOptions, MetricsLogger
 from moe_trainer.parallel.collectives import all_gather_object
 from moe_trainer.parallel.coordination import raise_on_all_ranks
 from moe_trainer.parallel.state import Group
-from moe_trainer.training.context import BaseRun, TrainState
+from moe_trainer.training.run import BaseRun, TrainState
 from moe_trainer.version import __version__
 
 MAX_HOSTNAMES = 8  # in the description of a run

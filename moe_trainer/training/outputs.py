@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 from moe_trainer.data.tokenizer import Tokenizer
 from moe_trainer.errors import as_user_error
-from moe_trainer.training.context import BaseRun, Outputs, TrainRun, TrainState
 from moe_trainer.training.evaluate_tasks import prepare_eval_tasks
 from moe_trainer.training.generate_samples import prepare_completer
 from moe_trainer.training.metrics import open_metrics
+from moe_trainer.training.run import BaseRun, Outputs, TrainRun, TrainState
 
 if TYPE_CHECKING:
-    from moe_trainer.training.stream_weights import WeightStream
+    from moe_trainer.training.stream_weights import SnapshotStream
 
 
 def open_outputs(run: BaseRun, state: TrainState, tokenizer: Tokenizer) -> Outputs:
@@ -29,12 +29,12 @@ def open_outputs(run: BaseRun, state: TrainState, tokenizer: Tokenizer) -> Outpu
     )
 
 
-def _open_weight_stream(run: BaseRun) -> WeightStream | None:
+def _open_weight_stream(run: BaseRun) -> SnapshotStream | None:
     target = run.args.output.stream_weights_to
     if target is None or run.args.training.skip_train:
         return None
-    from moe_trainer.training.stream_weights import WeightStream  # with the code of Hugging Face folders
+    from moe_trainer.training.stream_weights import SnapshotStream  # with the code of Hugging Face folders
 
     optimizer = run.optimizer if isinstance(run, TrainRun) else None
     with as_user_error("--stream-weights-to"):
-        return WeightStream(run.args, run.chunks, run.ps, run.padded_vocab_size, optimizer, target)
+        return SnapshotStream(target, run.args, run.chunks, run.ps, run.padded_vocab_size, optimizer)

@@ -5,7 +5,7 @@ import logging
 from moe_trainer.checkpoint.resolve import latest_iteration
 from moe_trainer.errors import UserError
 from moe_trainer.io import why_unwritable
-from moe_trainer.training.context import BaseRun, TrainState
+from moe_trainer.training.run import BaseRun, TrainState
 
 logger = logging.getLogger(__name__)
 

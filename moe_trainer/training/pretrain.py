@@ -36,7 +36,6 @@ from moe_trainer.training.checkpointing import (
     save_is_due,
     save_upcycled,
 )
-from moe_trainer.training.context import BaseRun, TrainRun, TrainState, print_rank_0
 from moe_trainer.training.data_setup import build_inputs
 from moe_trainer.training.evaluate import can_validate, evaluate, evaluate_checkpoint, validate
 from moe_trainer.training.export import export_weights
@@ -48,6 +47,7 @@ from moe_trainer.training.outputs import open_outputs
 from moe_trainer.training.preflight import check_output_paths
 from moe_trainer.training.rerun import load_pending_fault_report, with_rewindable_batches
 from moe_trainer.training.resume import build_and_resume, resolve_auto_resume
+from moe_trainer.training.run import BaseRun, TrainRun, TrainState, print_rank_0
 from moe_trainer.training.run_end import EndRecorder, end_by, record_failed_start, release_save_folder
 from moe_trainer.training.run_manifest import write_run_manifest
 

@@ -25,7 +25,7 @@ from arguments import Arguments
 from arguments.checkpoint_args import MAPPING, SHAPE, UNLESS_GIVEN
 from arguments.mechanisms.formats import quantized_format
 from arguments.spelling import to_command_line
-from moe_trainer.data.loader import Batch, build_loader
+from moe_trainer.data.loader import Batch
 from moe_trainer.debug import step_record
 from moe_trainer.debug.module_tracer import ModuleTracer
 from moe_trainer.metrics.iteration import StepResult
@@ -34,10 +34,10 @@ from moe_trainer.model.weights import export_named_weights
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.coordination import drain_on_exit, gather_errors
 from moe_trainer.resilience.rewindable import RewindableIterator
-from moe_trainer.training.context import BaseRun, TrainRun, TrainState, named_transformer_layers, with_batches
 from moe_trainer.training.dumps import gather_unscaled_grads
 from moe_trainer.training.export import write_weights
 from moe_trainer.training.rerun import make_rewindable_iterator
+from moe_trainer.training.run import BaseRun, TrainRun, TrainState, named_transformer_layers, with_batches
 from moe_trainer.training.step import train_step
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,8 @@ def record_folder(run: BaseRun, state: TrainState) -> Path | None:
 def record_step(run: TrainRun, state: TrainState, num_microbatches: int, folder: Path) -> StepResult:
     """Run `train_step` and record it in a folder. Collective."""
     number = state.iteration + 1
-    numbers = get_sample_numbers(run, state, num_microbatches) if run.ps.world.rank == 0 else []
+    get_numbers, is_first = run.inputs.sample_numbers, run.ps.world.rank == 0
+    numbers = get_numbers(state.consumed_train_samples, num_microbatches) if is_first else []
     result, problem, size = record_iteration(run, state, num_microbatches, folder, numbers)
     if problem is not None:
         logger.warning("--record-step %d: this iteration is not recorded (%s); the run continues", number, problem)
@@ -154,20 +155,6 @@ def explicit_flags(args: Arguments) -> dict[str, object]:
     taken = (*SHAPE, *UNLESS_GIVEN, *(MAPPING if args.output.use_mp_args_from_checkpoint_args else ()))
     names = {*args.spelling, *(taken if args.output.use_checkpoint_args else ())}
     return {name: value for name, value in args.as_dict().items() if name in names}
-
-
-def get_sample_numbers(run: TrainRun, state: TrainState, num_microbatches: int) -> list[int]:
-    """Return the dataset indices of the iteration's samples in the order of the global batch."""
-    training, dp, consumed = run.args.training, run.ps.dp, state.consumed_train_samples
-    data = run.inputs
-    assert data.datasets.train is not None
-    kind, micro = training.dataloader_type or "single", training.micro_batch_size
-    by_rank = []
-    for rank in range(dp.size):
-        place = micro, rank, dp.size, consumed, kind
-        loader = build_loader(data.datasets.train, *place, fmt=data.batch_format, cycle=data.cycle)
-        by_rank.append([batch for batch, _ in zip(loader.indices(), range(num_microbatches))])
-    return [int(number) for microbatch in zip(*by_rank) for batch in microbatch for number in batch]
 
 
 class _RecordWriter:

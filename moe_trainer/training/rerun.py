@@ -41,8 +41,8 @@ from moe_trainer.resilience.rejection import (
     track,
 )
 from moe_trainer.resilience.rewindable import RewindableIterator
-from moe_trainer.training.context import BaseRun, TrainRun, TrainState, with_batches
 from moe_trainer.training.fault_localization import device_name, global_name, locate_nonfinite
+from moe_trainer.training.run import BaseRun, TrainRun, TrainState, with_batches
 
 logger = logging.getLogger(__name__)
 

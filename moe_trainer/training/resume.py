@@ -24,8 +24,8 @@ from moe_trainer.optim.scheduler_state import resume_schedules
 from moe_trainer.parallel.coordination import run_on_rank0
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.resilience.rejection import LossHistory
-from moe_trainer.training.context import BaseRun, TrainRun, TrainState
 from moe_trainer.training.initialize import Runtime
+from moe_trainer.training.run import BaseRun, TrainRun, TrainState
 from moe_trainer.training.setup import build_run
 
 logger = logging.getLogger(__name__)

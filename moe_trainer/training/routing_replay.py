@@ -40,6 +40,7 @@ from moe_trainer.ops.packed_sequences import Packed, PackedSequences
 
 _FLAG = "--moe-routing-replay-path"
 _FORMATS = (".safetensors", ".npz")
+_NO_SAMPLES: Mapping[int, Any] = MappingProxyType({})
 _NUMBER = re.compile("0|[1-9][0-9]{0,17}")
 _HEADERS = MappingProxyType({(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0})
 
@@ -65,7 +66,7 @@ class RoutingReplay:
         self,
         args: Arguments,
         chunks: Sequence[Transformer],
-        source: Mapping[int, Any] | RoutingTraceReader | None = None,
+        source: Mapping[int, Any] | RoutingTraceReader = _NO_SAMPLES,
         name: str = "routing replay",
     ):
         if not args.moe.moe_enable_routing_replay:
@@ -117,11 +118,10 @@ class RoutingReplay:
         if not routers:
             return
         if isinstance(self._source, RoutingTraceReader):
-            self._give_traced(chunk, routers, microbatch, batch)
+            self._give_traced(self._source, chunk, routers, microbatch, batch)
             return
-        assert self._source is not None and batch.samples is not None
-        rows = [self._get_sample(number) for number in batch.samples]
-        self._give(chunk, rows, batch.tokens_BS.shape[1], batch.packed, batch.lengths, batch.samples)
+        rows = [self._get_sample(self._source, number) for number in batch.sample_numbers]
+        self._give(chunk, rows, batch.tokens_BS.shape[1], batch.packed, batch.lengths, batch.sample_numbers)
 
     @contextmanager
     def given(self, chunk: Transformer, experts: Sequence[Any], packed: Packed | None = None) -> Iterator[None]:
@@ -150,9 +150,9 @@ class RoutingReplay:
             for layer in chunk.moe_layers():
                 layer.router.given_TK = None
 
-    def _get_sample(self, number: int) -> Any:
+    def _get_sample(self, source: Mapping[int, Any], number: int) -> Any:
         try:
-            return self._source[number]  # type: ignore[index]
+            return source[number]
         except KeyError:
             raise UserError(f"{self._name} has no experts of sample {number}") from None
 
@@ -220,12 +220,13 @@ class RoutingReplay:
             token = np.argwhere(repeated)[0][:-1]
             raise UserError(f"{where}: token {token[0]} has an expert twice: {array[tuple(token)].tolist()}")
 
-    def _give_traced(self, chunk: Transformer, routers: Sequence[Any], microbatch: int, batch: Batch) -> None:
-        assert isinstance(self._source, RoutingTraceReader)
+    def _give_traced(
+        self, trace: RoutingTraceReader, chunk: Transformer, routers: Sequence[Any], microbatch: int, batch: Batch
+    ) -> None:
         (shard_T,) = chunk.shard_for_router(shard_of(chunk.sequence, batch.packed), batch.tokens_BS.t())
         for router in routers:
-            experts_TK = self._source.experts(self._iteration, router.name, microbatch)
-            where = f"{self._source.path}: iteration {self._iteration}, {router.name}, microbatch {microbatch + 1}"
+            experts_TK = trace.experts(self._iteration, router.name, microbatch)
+            where = f"{trace.path}: iteration {self._iteration}, {router.name}, microbatch {microbatch + 1}"
             if len(experts_TK) != len(shard_T):
                 raise UserError(
                     f"{where} has {len(experts_TK)} tokens, and this rank routes {len(shard_T)}; a trace can be "

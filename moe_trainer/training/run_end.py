@@ -25,8 +25,8 @@ from moe_trainer.metrics.metrics_file import append_end, last_iteration, read_en
 from moe_trainer.metrics.run_state import MAX_REASON, RunEnd
 from moe_trainer.parallel.trace import CommunicationError
 from moe_trainer.resilience.rejection import ResultRejectedError
-from moe_trainer.training.context import BaseRun, TrainState
 from moe_trainer.training.metrics import metrics_path
+from moe_trainer.training.run import BaseRun, TrainState
 
 logger = logging.getLogger(__name__)
 

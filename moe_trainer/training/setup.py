@@ -28,7 +28,7 @@ from moe_trainer.debug.tensor_dump import Dumps
 from moe_trainer.errors import UserError, as_user_error
 from moe_trainer.memory.cuda_graph import graph_generators
 from moe_trainer.memory.iteration_graph import IterationGraph
-from moe_trainer.metrics.nvtx import NvtxRanges, make_ranges
+from moe_trainer.metrics.nvtx import Ranges, make_ranges
 from moe_trainer.metrics.profiler import Profiler
 from moe_trainer.metrics.timers import Timers
 from moe_trainer.model.build import DTYPES, build_chunks
@@ -50,10 +50,10 @@ from moe_trainer.parallel.state import ParallelState
 from moe_trainer.pipeline.batch_sizes import deadlocking_batch_sizes
 from moe_trainer.pipeline.schedule import Schedule
 from moe_trainer.resilience.layer_trace import register_layer_trace_hooks
-from moe_trainer.training.context import BaseRun, FrozenRun, TrainRun, named_transformer_layers, print_rank_0
 from moe_trainer.training.data_setup import get_tokenizer_files
 from moe_trainer.training.initialize import Runtime
 from moe_trainer.training.routing_replay import RoutingReplay
+from moe_trainer.training.run import BaseRun, FrozenRun, TrainRun, named_transformer_layers, print_rank_0
 
 logger = logging.getLogger(__name__)
 
@@ -209,7 +209,7 @@ def build_model(args: Arguments, runtime: Runtime, vocab_size: int, will_be_load
     return chunks
 
 
-def mark_layers(ranges: NvtxRanges, chunks: list[Transformer]) -> None:
+def mark_layers(ranges: Ranges, chunks: list[Transformer]) -> None:
     """Mark layers and the phases of MoE layers for nsys."""
     for name, layer in named_transformer_layers(chunks):
         ranges.mark_module(name, layer)

@@ -30,7 +30,6 @@ from moe_trainer.optim.optimizer import StepOutcome
 from moe_trainer.parallel import collectives
 from moe_trainer.pipeline.microbatches import MicrobatchCache
 from moe_trainer.pipeline.schedule import ScheduleInputs
-from moe_trainer.training.context import BaseRun, TrainRun, TrainState
 from moe_trainer.training.dumps import StepDumps
 from moe_trainer.training.rerun import (
     StepEvaluation,
@@ -42,6 +41,7 @@ from moe_trainer.training.rerun import (
     validate_result,
 )
 from moe_trainer.training.routing_replay import RoutingReplay
+from moe_trainer.training.run import BaseRun, TrainRun, TrainState
 
 
 class StepObserver(Protocol):
@@ -141,14 +141,14 @@ class _Evaluator:
             self._observer.on_retry()
 
 
-def _update(run: TrainRun, samples: int, norm: float, row_factors: Mapping[Parameter, Tensor]) -> StepOutcome:
-    """Make the update that follows the updates of `samples` samples."""
+def _update(run: TrainRun, scheduled_samples: int, norm: float, row_factors: Mapping[Parameter, Tensor]) -> StepOutcome:
+    """Make the update that follows those of `scheduled_samples`."""
     rates, optimizer = run.learning_rate, run.args.optimizer
     return run.optimizer.step(
-        lr=rates.lr(samples),
-        decoupled_lr=rates.decoupled_lr(samples),
-        scaled_lr=rates.lr(samples, mup_lr_mult(optimizer.optimizer, optimizer.mup_width_mult)),
-        weight_decay=run.weight_decay.weight_decay(samples),
+        lr=rates.lr(scheduled_samples),
+        decoupled_lr=rates.decoupled_lr(scheduled_samples),
+        scaled_lr=rates.lr(scheduled_samples, mup_lr_mult(optimizer.optimizer, optimizer.mup_width_mult)),
+        weight_decay=run.weight_decay.weight_decay(scheduled_samples),
         norm=norm,
         row_factors=row_factors,
     )
@@ -269,9 +269,7 @@ def _to_captured(run: BaseRun, batch: Batch) -> Batch:
     batch = batch.to(device, with_documents=True)
     if not isinstance(packed, PackedSequences):
         return batch
-    max_sequences = run.args.parallel.thd_max_packed_sequences
-    assert max_sequences is not None, "rejected: arguments/rules/packing.py"
-    return replace(batch, packed=packed.on_device(device, max_sequences))
+    return replace(batch, packed=packed.on_device(device, run.chunks[0].max_packed_sequences))
 
 
 def run_microbatches(

@@ -41,7 +41,6 @@ class WeightStream:
         ps: parallel state.
         padded_vocab_size: rows of the embedding; those after --vocab-size are left out.
         optimizer: whose updates the parameters receive; None if nothing is trained.
-        target: --stream-weights-to; None if weights are passed to a function only.
         bucket_bytes: largest size of a bucket with several tensors.
 
     Attributes:
@@ -58,7 +57,6 @@ class WeightStream:
         ps: ParallelState,
         padded_vocab_size: int,
         optimizer: Optimizer | None = None,
-        target: str | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ):
         self._chunks, self._ps, self._optimizer, self._bucket_bytes = chunks, ps, optimizer, bucket_bytes
@@ -68,22 +66,6 @@ class WeightStream:
         families = families_with(args.output.hf_mapping)
         self._weights = HFWeights(args.as_dict(), padded_vocab_size, rows, chunks[0].params_dtype, kind, families)
         self.config = self._weights.config
-        self._folder = None if target is None else SnapshotFolder(find_folder(target))
-        with raise_on_all_ranks(ps.world, "--stream-weights-to"):
-            if self._folder is not None and ps.world.rank == 0:
-                self._folder.withdraw()
-
-    def write(self, iteration: int) -> None:
-        """Write a snapshot of the weights after an iteration to the target. Collective over the world.
-
-        Raises:
-            UserError: on every rank, if it cannot be written.
-        """
-        begin, folder = time.perf_counter(), self._folder
-        assert folder is not None
-        path = self._receive(lambda buckets: folder.publish(iteration, self.config, buckets))
-        if path is not None:
-            logger.info("weights after iteration %d are in %s (%.1f s)", iteration, path, time.perf_counter() - begin)
 
     def send(self, receive: Callable[[Bucket], None]) -> None:
         """Call `receive` on rank 0 with every bucket of (Hugging Face name, tensor). Collective over the world.
@@ -106,6 +88,41 @@ class WeightStream:
             if self._ps.world.rank == 0:
                 return consume(split_into_buckets(self._weights.convert(weights), self._bucket_bytes))
         return None
+
+
+class SnapshotStream(WeightStream):
+    """Weights that are written to the folder of --stream-weights-to as snapshots.
+
+    Args:
+        target: of the flag.
+        args, chunks, ps, padded_vocab_size, optimizer: as of WeightStream.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        args: Arguments,
+        chunks: Sequence[Transformer],
+        ps: ParallelState,
+        padded_vocab_size: int,
+        optimizer: Optimizer | None = None,
+    ):
+        super().__init__(args, chunks, ps, padded_vocab_size, optimizer)
+        self._folder = SnapshotFolder(find_folder(target))
+        with raise_on_all_ranks(ps.world, "--stream-weights-to"):
+            if ps.world.rank == 0:
+                self._folder.withdraw()
+
+    def write(self, iteration: int) -> None:
+        """Write a snapshot of the weights after an iteration to the target. Collective over the world.
+
+        Raises:
+            UserError: on every rank, if it cannot be written.
+        """
+        begin = time.perf_counter()
+        path = self._receive(lambda buckets: self._folder.publish(iteration, self.config, buckets))
+        if path is not None:
+            logger.info("weights after iteration %d are in %s (%.1f s)", iteration, path, time.perf_counter() - begin)
 
 
 def find_folder(target: str) -> Path:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_trainer.debug.module_tracer import ModuleTracer
-from moe_trainer.training.context import TrainRun, named_transformer_layers
+from moe_trainer.training.run import TrainRun, named_transformer_layers
 from moe_trainer.verification.sequence_sharding import SequenceSharding, track_lengths
 
 Coordinates = tuple[int, int, int]
@@ -46,7 +46,11 @@ class ActivationSums:
             for _, layer in named_transformer_layers([chunk]):
                 for part, module in layer.sublayers.items():
                     name = f"{layer.name}.{part}"
-                    self.tracer.on_output(module, lambda _inputs, y, name=name: add(name, y), chunk.activations)
+
+                    def look(_inputs: tuple, output: Tensor, name: str = name) -> None:
+                        add(name, output)
+
+                    self.tracer.on_output(module, look, chunk.activations)
         return self
 
 
@@ -68,7 +72,8 @@ def record_reference_sums(
         num_data_ranks: of the mapping; microbatch i belongs to data rank i % num_data_ranks.
         micro_batch_size: of the mapping.
     """
-    recorder, num_sequences, get_lengths = ActivationSums(), Counter(), track_lengths(run)
+    recorder, get_lengths = ActivationSums(), track_lengths(run)
+    num_sequences: Counter[str] = Counter()
 
     def add(name: str, y_SBH: Tensor) -> None:
         for y_SH in y_SBH.unbind(1):

@@ -181,7 +181,7 @@ def _describe_tokens(record: Record, mask: Tensor) -> str:
 
 def _compare_losses(reference: Record, actual: Record, allowed: Tolerances) -> Iterator[ComparisonRow]:
     expected, losses = reference.head["losses"], actual.head["losses"]
-    names = dict.fromkeys([*expected, *losses])
+    names = list(dict.fromkeys([*expected, *losses]))
     if reference.head["skipped"] or actual.head["skipped"]:  # a skipped iteration has its loss only
         names = [name for name in names if name in expected and name in losses]
     for name in names:

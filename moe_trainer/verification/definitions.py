@@ -8,6 +8,7 @@ in which the reference runs the plain program. Pure; no torch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from arguments.mechanisms.formats import FLAGS
 from arguments.mechanisms.selection_kinds.declaration import DeclaredSelection
@@ -21,7 +22,7 @@ _PACKING = ("use_varlen_dataset", "sft", "sequence_packing_scheduler")
 _CAPACITY = ("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "moe_token_drop_policy")
 
 
-def defined_by_mapping(values: Mapping[str, object], mapping: ParallelMapping) -> tuple[str, ...]:
+def defined_by_mapping(values: Mapping[str, Any], mapping: ParallelMapping) -> tuple[str, ...]:
     """Return the names of the quantities that one process computes by their definition.
 
     `values` is a small command line by destination.
@@ -43,18 +44,18 @@ def _counting_by_rank(kinds: Sequence[str]) -> tuple[DeclaredSelection, ...]:
     return tuple(each for each in of_balancing(kinds) if each.counts == "rank")
 
 
-def _has_groups(values: Mapping[str, object]) -> bool:
+def _has_groups(values: Mapping[str, Any]) -> bool:
     """Return whether ranks share sequences in groups of several sizes; the second flag is the deprecated spelling."""
     return bool(values.get("dynamic_context_parallel") or values.get("hybrid_context_parallel"))
 
 
-def _has_mean_of_ranks(values: Mapping[str, object], mapping: ParallelMapping) -> bool:
+def _has_mean_of_ranks(values: Mapping[str, Any], mapping: ParallelMapping) -> bool:
     """Return whether each context rank takes the mean of multi-token prediction over its tokens."""
     is_per_token = values.get("mtp_loss_per_token") and values.get("calculate_per_token_loss")
     return num_mtp_depths(values) > 0 and mapping.cp > 1 and not is_per_token and not _has_groups(values)
 
 
-def reference_micro_batch_size(values: Mapping[str, object], mapping: ParallelMapping) -> int:
+def reference_micro_batch_size(values: Mapping[str, Any], mapping: ParallelMapping) -> int:
     """Return the sequences of a microbatch of the one process: not those of the ranks, where no quantity depends on it.
 
     A sum over the tokens of an iteration does not. A mean over those of a microbatch does (without
@@ -79,12 +80,12 @@ def reference_micro_batch_size(values: Mapping[str, object], mapping: ParallelMa
     return 1 if micro > 1 or not is_whole_step_legal else size
 
 
-def plain_values(values: Mapping[str, object], mapping: ParallelMapping) -> dict[str, object]:
+def plain_values(values: Mapping[str, Any], mapping: ParallelMapping) -> dict[str, Any]:
     """Return the values that remove these quantities.
 
     They are sequence-wise balancing, no capacity, and no multi-token prediction under context parallelism.
     """
-    changes: dict[str, object] = {}
+    changes: dict[str, Any] = {}
     kinds = as_list(values.get(_KINDS) or "")
     by_rank = {each.balancing for each in _counting_by_rank(kinds)}
     if "global_aux_loss" in kinds or by_rank:

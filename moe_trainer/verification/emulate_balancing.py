@@ -24,8 +24,8 @@ from moe_trainer.moe.router import TopKRouter
 from moe_trainer.moe.selections.selection import Choice
 from moe_trainer.ops.packed_sequences import ValidTokens
 from moe_trainer.pipeline.schedule import ScheduleInputs
-from moe_trainer.pipeline.simulate import BACKWARD, FORWARD, Action, Order
-from moe_trainer.training.context import TrainRun
+from moe_trainer.pipeline.simulate import BACKWARD, FORWARD, Action
+from moe_trainer.training.run import TrainRun
 
 GLOBAL_LOSS = "global_load_balancing_loss"
 Shares = Sequence[Sequence[int]]
@@ -47,21 +47,23 @@ def emulate_global_balance(run: TrainRun, steps: Iterator[Shares]) -> None:
         return
     balances = [GlobalBalance(router, lambda: run.ps.trace.microbatch) for router in routers]
     for balance in balances:
-        balance.router._losses = balance
+        vars(balance.router).update(_losses=balance)
     schedule, run_microbatches = run.schedule, run.schedule.run
 
     def reset_and_run(work: ScheduleInputs) -> list:
         groups = next(steps)
         order = grouped_order(list(map(len, groups)))
-        schedule.program = lambda _, forward_only: [each for each in order if not forward_only or each.kind == FORWARD]
+        vars(schedule).update(
+            program=lambda _, forward_only: [each for each in order if not forward_only or each.kind == FORWARD]
+        )
         for balance in balances:
             balance.reset(groups)
         return run_microbatches(work)
 
-    run.schedule.run = reset_and_run
+    vars(schedule).update(run=reset_and_run)
 
 
-def grouped_order(sizes: Sequence[int]) -> Order:
+def grouped_order(sizes: Sequence[int]) -> tuple[Action, ...]:
     """Return an order with the forward passes of a group of microbatches, then their backward passes, and so on."""
     numbers = iter(range(sum(sizes)))
     groups = [[next(numbers) for _ in range(size)] for size in sizes]
@@ -79,12 +81,12 @@ class GlobalBalance:
 
     def reset(self, groups: Shares) -> None:
         """Discard the choices of the previous iteration; `groups` are those of the next one."""
-        self._choices_E = torch.zeros(self.router.num_experts, dtype=torch.float64)
+        self._choices_E = torch.zeros(len(self.router.weight), dtype=torch.float64)
         self._shares = [shares for shares in groups for _ in shares]  # by microbatch
         self._mean_size = len(self._shares) / max(1, len(groups))
 
     def __call__(
-        self, logits_TE: Tensor, shape: Sequence[int], choice: Choice | None, valid: ValidTokens | None = None
+        self, logits_TE: Tensor, shape: torch.Size, choice: Choice | None, valid: ValidTokens | None = None
     ) -> Tensor:
         """Return the gradient of all losses; that of the global loss is added later, in place."""
         grad_TE = self._others(logits_TE, shape, choice, valid)
@@ -100,9 +102,7 @@ class GlobalBalance:
             self._pending.clear()
         return grad_TE
 
-    def _others(
-        self, logits_TE: Tensor, shape: Sequence[int], choice: Choice | None, valid: ValidTokens | None
-    ) -> Tensor:
+    def _others(self, logits_TE: Tensor, shape: torch.Size, choice: Choice | None, valid: ValidTokens | None) -> Tensor:
         router, coefficients = self.router, self.router.coefficients
         router.coefficients = others = {**coefficients, GLOBAL_LOSS: 0.0}
         try:
@@ -126,13 +126,13 @@ class GlobalBalance:
             with torch.enable_grad():
                 leaf_TE = logits_TE.detach().requires_grad_()
                 frequency_E = (self._choices_E / self._choices_E.sum()).to(leaf_TE.dtype)
-                loss = router.num_experts * (frequency_E * self._scores(leaf_TE).sum(0) / tokens).sum()
+                loss = leaf_TE.shape[1] * (frequency_E * self._scores(leaf_TE).sum(0) / tokens).sum()
                 (slope_TE,) = torch.autograd.grad(loss, leaf_TE)
             grad_TE[counted_T] += slope_TE * (
                 router.coefficients[GLOBAL_LOSS] * (tokens * share / ranks if router.per_token_loss else 1)
             )
             # ranks sum their shares, but the one process averages over as many microbatches
-            router.loss_sums[LOSS_NAMES.index(GLOBAL_LOSS)] += loss.detach() * self._mean_size
+            router.get_buffer("loss_sums")[LOSS_NAMES.index(GLOBAL_LOSS)] += loss.detach() * self._mean_size
 
     def _scores(self, logits_TE: Tensor) -> Tensor:
         """Return the scores, which sum to one for each token."""
@@ -145,7 +145,8 @@ class GlobalBalance:
     def _counts(self, logits_TE: Tensor) -> Tensor:
         """Return the number of tokens of every expert [E], by the top-k of the scores."""
         router = self.router
-        if router.selection.has_own_counts:
-            return router.selection.counted(logits_TE, None).sum(0).float()
+        counted_TE = router.selection.counted(logits_TE, None) if router.selection.has_own_counts else None
+        if counted_TE is not None:
+            return counted_TE.sum(0).float()
         experts_TK = self._scores(logits_TE).topk(router.topk)[1]
-        return torch.bincount(experts_TK.flatten(), minlength=router.num_experts).float()
+        return torch.bincount(experts_TK.flatten(), minlength=logits_TE.shape[1]).float()

@@ -17,6 +17,7 @@ depend on the magnitude of a number, so the one process quantizes gradients of t
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
 from typing import TypeGuard
 
 import torch
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from moe_trainer.ops.gemms import WgradFn
 from moe_trainer.parallel.params import ParamInfo, get_param_info, part_lengths
 from moe_trainer.quantization.gemms import QuantizedGemms
-from moe_trainer.training.context import TrainRun
+from moe_trainer.training.run import TrainRun
 from moe_trainer.verification.mapping import ParallelMapping
 from moe_trainer.verification.sequence_sharding import SequenceSharding
 
@@ -38,23 +39,30 @@ def emulate_formats(run: TrainRun, mapping: ParallelMapping, sequence_parallel: 
             if module is chunk.output_layer:
                 emulate_output_layer(module.quantized, run.padded_vocab_size, mapping, length)
             elif _has_own_scales(getattr(module, "quantized", None)):
-                info = get_param_info(module.weight)
+                info = get_param_info(module.get_parameter("weight"))
                 is_replicated = info.sharded_dim is None
                 # a MoE layer has sequence shards in any case
                 has_sequence_shards = sequence_parallel or "_latent_proj." in info.names[0]
                 sharding = SequenceSharding(mapping.tp if is_replicated and has_sequence_shards else 1, mapping.cp)
                 positions = [sharding.positions(index, (length,)) for index in range(sharding.num_shards)]
-                module._forward_local = make_sharded_forward(module, positions, 1 if is_replicated else mapping.tp)
+                forward = make_sharded_forward(module, positions, 1 if is_replicated else mapping.tp)
+                vars(module).update(_forward_local=forward)
         for layer in chunk.moe_layers():
             experts = layer.experts
-            if mapping.etp > 1 and experts.quantized is not None and _has_own_scales(experts.quantized[0]):
-                fc1, fc2 = experts.linear_fc1.weight, experts.linear_fc2.weight
-                split_outputs(experts.quantized[0], feature_shards(get_param_info(fc1), fc1.shape[1], mapping.etp))
-                split_inputs(experts.quantized[1], feature_shards(get_param_info(fc2), fc2.shape[2], mapping.etp))
+            if mapping.etp == 1 or experts.quantized is None:
+                continue
+            fc1, fc2 = experts.linear_fc1.weight, experts.linear_fc2.weight
+            first, second = experts.quantized
+            if _has_own_scales(first):
+                split_outputs(first, feature_shards(get_param_info(fc1), fc1.shape[1], mapping.etp))
+            if _has_own_scales(second):
+                split_inputs(second, feature_shards(get_param_info(fc2), fc2.shape[2], mapping.etp))
     factor = 1.0 if run.per_token else mapping.dp * mapping.cp / run.ps.dp_cp.size
     for gemms in list_quantized_gemms(run):
-        gemms.input_grad = with_scaled_grad(gemms.input_grad, factor)
-        gemms.make_wgrad_fn = with_scaled_wgrad(gemms.make_wgrad_fn, factor)
+        vars(gemms).update(
+            input_grad=with_scaled_grad(gemms.input_grad, factor),
+            make_wgrad_fn=with_scaled_wgrad(gemms.make_wgrad_fn, factor),
+        )
 
 
 def emulate_output_layer(gemms: QuantizedGemms | None, vocab_size: int, mapping: ParallelMapping, length: int) -> None:
@@ -116,21 +124,23 @@ def make_sharded_forward(linear: nn.Module, positions: list[Tensor], count: int)
 
     `positions` are those of x that are quantized together; `count` ranks share the features.
     """
-    info, weight, gemms = get_param_info(linear.weight), linear.weight, linear.quantized
-    shards = feature_shards(info, weight.shape[info.sharded_dim], count) if count > 1 else []
+    weight, gemms, bias = linear.get_parameter("weight"), linear.quantized, getattr(linear, "bias", None)
+    info = get_param_info(weight)
+    dim = info.sharded_dim
+    shards = [] if dim is None or count == 1 else feature_shards(info, weight.shape[dim], count)
     order = torch.argsort(torch.cat(positions))
 
     def compute(x: Tensor) -> Tensor:
-        if count == 1:
+        if not shards:
             return _QuantizedLinear.apply(x, weight, gemms)
-        if info.sharded_dim == 0:
+        if dim == 0:
             parts = [_QuantizedLinear.apply(x, weight[shard], gemms) for shard in shards]
             return torch.cat(parts, -1)[..., torch.argsort(torch.cat(shards))]
-        return sum(_QuantizedLinear.apply(x[..., shard], weight[:, shard], gemms) for shard in shards)
+        return reduce(torch.add, [_QuantizedLinear.apply(x[..., shard], weight[:, shard], gemms) for shard in shards])
 
     def forward(x: Tensor) -> Tensor:
         y = torch.cat([compute(x[index]) for index in positions])[order]
-        return y if linear.bias is None else y + linear.bias
+        return y if bias is None else y + bias
 
     return forward
 
@@ -147,9 +157,10 @@ def split_outputs(gemms: QuantizedGemms, shards: list[Tensor]) -> None:
     def compute_output(x: Tensor, weight: Tensor, *dtype: torch.dtype) -> Tensor:
         return torch.cat([output(x, weight[shard], *dtype) for shard in shards], -1)[..., order]
 
-    gemms.output = compute_output
-    gemms.input_grad = lambda grad, weight: sum(input_grad(grad[..., shard], weight[shard]) for shard in shards)
-    gemms.make_wgrad_fn = make_split_wgrad_fn
+    def compute_input_grad(grad: Tensor, weight: Tensor) -> Tensor:
+        return reduce(torch.add, [input_grad(grad[..., shard], weight[shard]) for shard in shards])
+
+    vars(gemms).update(output=compute_output, input_grad=compute_input_grad, make_wgrad_fn=make_split_wgrad_fn)
 
 
 def split_tokens(gemms: QuantizedGemms, positions: list[Tensor], length: int) -> None:
@@ -167,11 +178,13 @@ def split_tokens(gemms: QuantizedGemms, positions: list[Tensor], length: int) ->
 
     def make_split_wgrad_fn(grad: Tensor, x: Tensor) -> WgradFn:
         wgrad_fns = [make_wgrad_fn(*pair) for pair in zip(split(grad), split(x))]
-        return lambda *dtype: sum(compute(*dtype) for compute in wgrad_fns)
+        return lambda *dtype: reduce(torch.add, [compute(*dtype) for compute in wgrad_fns])
 
-    gemms.output = lambda x, weight, *dtype: join([output(part, weight, *dtype) for part in split(x)])
-    gemms.input_grad = lambda grad, weight: join([input_grad(part, weight) for part in split(grad)])
-    gemms.make_wgrad_fn = make_split_wgrad_fn
+    vars(gemms).update(
+        output=lambda x, weight, *dtype: join([output(part, weight, *dtype) for part in split(x)]),
+        input_grad=lambda grad, weight: join([input_grad(part, weight) for part in split(grad)]),
+        make_wgrad_fn=make_split_wgrad_fn,
+    )
 
 
 def split_inputs(gemms: QuantizedGemms, shards: list[Tensor]) -> None:
@@ -186,6 +199,7 @@ def split_inputs(gemms: QuantizedGemms, shards: list[Tensor]) -> None:
     def compute_input_grad(grad: Tensor, weight: Tensor) -> Tensor:
         return torch.cat([input_grad(grad, weight[:, shard]) for shard in shards], -1)[..., order]
 
-    gemms.output = lambda x, weight, *dtype: sum(output(x[..., shard], weight[:, shard], *dtype) for shard in shards)
-    gemms.input_grad = compute_input_grad
-    gemms.make_wgrad_fn = make_split_wgrad_fn
+    def compute_output(x: Tensor, weight: Tensor, *dtype: torch.dtype) -> Tensor:
+        return reduce(torch.add, [output(x[..., shard], weight[:, shard], *dtype) for shard in shards])
+
+    vars(gemms).update(output=compute_output, input_grad=compute_input_grad, make_wgrad_fn=make_split_wgrad_fn)

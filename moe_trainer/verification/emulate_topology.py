@@ -26,7 +26,7 @@ from moe_trainer.model.mtp import MTPLosses, shift_left
 from moe_trainer.moe.receive.capacity import unknown_counts
 from moe_trainer.ops.attach_loss import attach_loss
 from moe_trainer.ops.packed_sequences import PackedSequences
-from moe_trainer.training.context import TrainRun
+from moe_trainer.training.run import TrainRun
 from moe_trainer.verification.sequence_sharding import SequenceSharding, track_lengths
 
 
@@ -58,17 +58,19 @@ def emulate_topology(run: TrainRun, sharding: SequenceSharding, cp_sizes: Iterat
 
     for chunk in run.chunks:
         for layer in chunk.moe_layers():
-            layer.router._drop_tokens = route_by_shard(layer.router._drop_tokens, get_tokens)
+            vars(layer.router).update(_drop_tokens=route_by_shard(layer.router._drop_tokens, get_tokens))
             layer.known_counts = unknown_counts  # each shard rounds it up, so the counts of all come from the routing
             selection = layer.router.selection
             if selection.declaration.counts == "rank":
-                selection.route = route_by_shard(selection.route, get_tokens)
+                vars(selection).update(route=route_by_shard(selection.route, get_tokens))
     losses = run.chunks[-1].mtp_losses
     if sharding.cp > 1 and losses is not None and not losses.is_global:
         by_context = SequenceSharding(1, sharding.cp)
-        losses.forward = mean_by_context_rank(
-            losses, lambda: [by_context.positions(index, get_lengths()) for index in range(sharding.cp)]
-        )
+
+        def get_positions() -> list[Tensor]:
+            return [by_context.positions(index, get_lengths()) for index in range(sharding.cp)]
+
+        vars(losses).update(forward=mean_by_context_rank(losses, get_positions))
 
 
 def route_by_shard(decide: Callable, get_tokens: Callable[[], list[Tensor]]) -> Callable:

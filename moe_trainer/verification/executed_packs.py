@@ -14,7 +14,6 @@ from moe_trainer.data.packing import Pack, PackFormat, PackingPlanner
 from moe_trainer.estimate.flops import training_flops
 from moe_trainer.estimate.length_histogram import LengthHistogram
 from moe_trainer.estimate.memory import data_parallel_size
-from moe_trainer.estimate.parameters import planned_vocab_size
 from moe_trainer.estimate.plan import microbatch_multiple
 from moe_trainer.ops.packed_sequences import PackedSequences
 from moe_trainer.verification.synthetic_data import RandomTokenDataset, make_null_tokenizer
@@ -51,7 +50,9 @@ class ExecutedPacks:
     num_microbatches: int
 
     @staticmethod
-    def of(args: Arguments, world_size: int, histogram: LengthHistogram) -> "ExecutedPacks":
+    def of(
+        args: Arguments, fmt: PackFormat, vocab_rows: int, world_size: int, histogram: LengthHistogram
+    ) -> "ExecutedPacks":
         """Plan an iteration as a run does, and choose from its microbatches.
 
         The ranks of a microbatch wait for the slowest one, so its pack is executed. Microbatches between the first and
@@ -60,19 +61,19 @@ class ExecutedPacks:
 
         Args:
             args: of the run.
+            fmt: of its packs.
+            vocab_rows: padded vocabulary size.
             world_size: number of ranks.
             histogram: lengths of the data. The global batch has its quantiles, in a random but fixed order.
 
         Raises:
             UserError: if the global batch has too few sequences.
         """
-        fmt, size = PackFormat.from_args(args), args.training.global_batch_size
-        assert fmt is not None, "they are packed"
+        size = args.training.global_batch_size
         lengths = histogram.read_by_model(args.data.seq_length)
         drawn = [lengths.quantile((number + 0.5) / size) for number in range(size)]
         random.Random(0).shuffle(drawn)
-        rows, _ = planned_vocab_size(args)
-        get_flops = functools.partial(training_flops, args, 1, padded_vocab_size=rows)
+        get_flops = functools.partial(training_flops, args, 1, padded_vocab_size=vocab_rows)
         planner = PackingPlanner(
             drawn.__getitem__,
             get_flops,

@@ -7,6 +7,8 @@ so that it computes by other means.
 
 from __future__ import annotations
 
+from typing import Any
+
 from arguments.container import OPTIONS, flags_of
 from arguments.flag_status import RENAMED, get_flag_status
 from arguments.mechanisms.formats import FLAGS, UNPROVABLE
@@ -41,7 +43,7 @@ _SET_BY_OLD_SPELLINGS = frozenset(
 )
 
 
-def get_kept_flags(s: Settings) -> dict[str, object]:
+def get_kept_flags(s: Settings) -> dict[str, Any]:
     values = {}
     for dest in OPTIONS:
         derived = dest in _SET_BY_OLD_SPELLINGS and s.source[dest] == "derived"

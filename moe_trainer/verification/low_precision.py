@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 from arguments.container import flags_of
 from arguments.mechanisms.dispatchers import ALLTOALL
@@ -38,8 +39,8 @@ WITHOUT_FP8 = MappingProxyType(dict.fromkeys(flags_of("quantization").difference
 
 
 def comparable_fp8_options(
-    values: Mapping[str, object], mapping: ParallelMapping, num_layers: int
-) -> tuple[dict[str, object], list[str]]:
+    values: Mapping[str, Any], mapping: ParallelMapping, num_layers: int
+) -> tuple[dict[str, Any], list[str]]:
     """Return options with which fp8 can be compared, and notes on what they change.
 
     The options replace those in `values`, a command line by destination. Flags that cannot be kept are None.
@@ -75,7 +76,7 @@ def comparable_fp8_options(
     if values.get("te_precision_config_file"):
         reason = "it names layers of the full model, so all use the recipe of the flags"
         notes.append(f"--te-precision-config-file: left out; {reason}")
-    options: dict[str, object] = {
+    options: dict[str, Any] = {
         "lr": FROZEN_LR,
         "decoupled_lr": None,
         "te_precision_config_file": None,
@@ -93,7 +94,7 @@ def comparable_fp8_options(
 
 
 def _set_expert_options(
-    options: dict[str, object], values: Mapping[str, object], recipe: str, mapping: ParallelMapping, notes: list[str]
+    options: dict[str, Any], values: Mapping[str, Any], recipe: str, mapping: ParallelMapping, notes: list[str]
 ) -> str:
     """Set the options that experts allow, and return the recipe."""
     has_one_microbatch = mapping.etp * mapping.ep == mapping.tp * mapping.cp
@@ -115,18 +116,18 @@ def _set_expert_options(
     return recipe
 
 
-def reference_options(values: Mapping[str, object]) -> dict[str, object]:
+def reference_options(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return options of the reference: padding and rounding of tokens require a dispatcher, even in one process."""
     needs_dispatcher = values.get("moe_router_padding_for_quantization") or _sends_fp8(values)
     return ALLTOALL.selected_by if needs_dispatcher else {}
 
 
-def needs_fp64(values: Mapping[str, object]) -> bool:
+def needs_fp64(values: Mapping[str, Any]) -> bool:
     """Return whether a check of these values computes in fp64."""
     return bool(values.get("fp8")) or _sends_fp8(values)
 
 
-def _sends_fp8(values: Mapping[str, object]) -> bool:
+def _sends_fp8(values: Mapping[str, Any]) -> bool:
     return any(values.get(dest) == TRANSPORT.key for dest in TRANSPORT_FLAGS)
 
 
@@ -135,7 +136,7 @@ def is_method_note(note: str) -> bool:
     return note == FP8_NOTE or note.startswith(_TRANSPORT_NOTE.split("(")[0])
 
 
-def comparable_moment_dtypes(s: Settings, notes: list[str]) -> dict[str, object]:
+def comparable_moment_dtypes(s: Settings, notes: list[str]) -> dict[str, Any]:
     """Return fp16 for those formats of the optimizer's moments whose rounding is visible in the weights."""
     coarse = [
         dest

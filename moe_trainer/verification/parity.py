@@ -25,9 +25,10 @@ from torch import Tensor
 
 from arguments import Arguments, parse_args
 from arguments.precision import PrecisionArgs
+from moe_trainer.data.packing import PackFormat
 from moe_trainer.launch_env import LaunchEnv
-from moe_trainer.training.context import TrainRun
 from moe_trainer.training.initialize import make_groups
+from moe_trainer.training.run import TrainRun
 from moe_trainer.verification.activation_sums import ActivationSums, record_rank_sums, record_reference_sums
 from moe_trainer.verification.compare_runs import compare, describe_agreement
 from moe_trainer.verification.comparison import ComparisonRow
@@ -144,7 +145,8 @@ def _is_stable(plain: tuple[TrainingTrace, list[Tensor]], perturbed: tuple[Train
     if not all(torch.equal(a, b) for a, b in zip(choices, other_choices)):
         return False
     losses = [pair for a, b in zip(reference.losses, trace.losses) for pair in zip(a.values(), b.values())]
-    losses.append((reference.evaluation, trace.evaluation))
+    if reference.evaluation is not None and trace.evaluation is not None:
+        losses.append((reference.evaluation, trace.evaluation))
     norms = zip(reference.grad_norms, trace.grad_norms)
     return all(abs(a - b) <= MAX_LOSS_DRIFT * abs(a) for a, b in losses) and all(
         abs(a - b) <= MAX_GRAD_NORM_DRIFT * abs(a) for a, b in norms
@@ -205,10 +207,11 @@ def train_case(rank: int, world_size: int, case: ParityCase, seed: int, device: 
 def _pack_layout(case: ParityCase) -> PackLayout | None:
     """Return which sequences are packed together by the ranks of a case; None without packing."""
     args = parse_args(list(case.argv), case.world_size)
-    if args.packed_capacity is None:
+    fmt = PackFormat.from_args(args)
+    if fmt is None:
         return None
     group_size = args.parallel.microbatch_group_size_per_vp_stage if case.mapping.vpp > 1 else None
-    return PackLayout.of(args, case.mapping.dp, group_size or 1, sets_padding=bool(case.defined_by_mapping))
+    return PackLayout(fmt, case.mapping.dp, group_size or 1, sets_padding=bool(case.defined_by_mapping))
 
 
 def _parse(argv: tuple[str, ...], world_size: int, force_fp32: bool) -> Arguments:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from arguments.container import OPTIONS
 from arguments.mechanisms.dispatchers import (
@@ -46,7 +47,7 @@ from moe_trainer.verification.shrink import (
 from moe_trainer.verification.sizes import PACKED_SEQUENCES, packed_sizes
 
 _MAX_DRAWS = 40
-Draw = Callable[[random.Random, ParallelMapping, dict[str, object]], dict[str, object]]
+Draw = Callable[[random.Random, ParallelMapping, dict[str, Any]], dict[str, Any]]
 
 
 def draw_cases(count: int, ranks: int, seed: int) -> list[ParityCase]:
@@ -65,7 +66,7 @@ def draw_cases(count: int, ranks: int, seed: int) -> list[ParityCase]:
 
 def matrix(world: int, models: int) -> list[ParityCase]:
     """Return `models` cases for every factorization of `world` ranks, always the same ones."""
-    cases = []
+    cases: list[ParityCase] = []
     for mapping in factorizations(world):
         rng = random.Random(str(mapping))
         drawn = filter(None, (draw(rng, mapping) for _ in range(models * _MAX_DRAWS)))
@@ -75,7 +76,7 @@ def matrix(world: int, models: int) -> list[ParityCase]:
 
 def draw(rng: random.Random, mapping: ParallelMapping) -> ParityCase | None:
     """Draw a model and options for a mapping; None if the rules reject them."""
-    values = SMALL_TRAINING | _model(rng, mapping) | _router(rng)
+    values: dict[str, Any] = {**SMALL_TRAINING, **_model(rng, mapping), **_router(rng)}
     values |= _sample_parallel_options(rng, mapping) | _batch(rng, mapping)
 
     def separate_rng() -> random.Random:  # for options that were added later, so that all other draws are unchanged
@@ -117,10 +118,10 @@ def _chance(rng: random.Random, share: float) -> bool:
     return rng.random() < share
 
 
-def _model(rng: random.Random, mapping: ParallelMapping) -> dict[str, object]:
+def _model(rng: random.Random, mapping: ParallelMapping) -> dict[str, Any]:
     """Draw sizes and kind of attention, with enough heads for tensor and context ranks."""
     heads = max(4, mapping.tp * mapping.cp)
-    values: dict[str, object] = {
+    values: dict[str, Any] = {
         "num_attention_heads": heads,
         "hidden_size": 4 * heads,
         "kv_channels": 4,
@@ -159,9 +160,7 @@ def _model(rng: random.Random, mapping: ParallelMapping) -> dict[str, object]:
     return values
 
 
-def _sample_uncommon_options(
-    rng: random.Random, mapping: ParallelMapping, values: dict[str, object]
-) -> dict[str, object]:
+def _sample_uncommon_options(rng: random.Random, mapping: ParallelMapping, values: dict[str, Any]) -> dict[str, Any]:
     """Draw kinds of attention and experts that few models have, without unsupported combinations."""
     if values.get("multi_latent_attention"):
         draw_attention = rng.choice((_no_options, _sparse_attention, _sparse_attention))
@@ -172,12 +171,12 @@ def _sample_uncommon_options(
     return options | rng.choice(draws)(rng, mapping, values)
 
 
-def _no_options(*_: object) -> dict[str, object]:
+def _no_options(*_: object) -> dict[str, Any]:
     return {}
 
 
-def _sparse_attention(rng: random.Random, mapping: ParallelMapping, values: dict[str, object]) -> dict[str, object]:
-    options: dict[str, object] = {
+def _sparse_attention(rng: random.Random, mapping: ParallelMapping, values: dict[str, Any]) -> dict[str, Any]:
+    options: dict[str, Any] = {
         VARIANT: SPARSE_ATTENTION.variant,
         "dsa_indexer_n_heads": rng.choice((1, 2, 4)),
         "dsa_indexer_head_dim": rng.choice((4, 8)),
@@ -200,7 +199,7 @@ def _sparse_attention(rng: random.Random, mapping: ParallelMapping, values: dict
     return options
 
 
-def _delta_net(rng: random.Random, mapping: ParallelMapping, values: dict[str, object]) -> dict[str, object]:
+def _delta_net(rng: random.Random, mapping: ParallelMapping, values: dict[str, Any]) -> dict[str, Any]:
     keys = max(2, mapping.tp * mapping.cp)
     pattern = [rng.choice((0, 1)) for _ in range(int(str(values["num_layers"])))]
     variant = rng.choice([each for each in SUBLAYERS if each.has_delta_rule])
@@ -217,7 +216,7 @@ def _delta_net(rng: random.Random, mapping: ParallelMapping, values: dict[str, o
     }
 
 
-def _latent_experts(rng: random.Random, mapping: ParallelMapping, values: dict[str, object]) -> dict[str, object]:
+def _latent_experts(rng: random.Random, mapping: ParallelMapping, values: dict[str, Any]) -> dict[str, Any]:
     return {"moe_latent_size": rng.choice((8, 12)), "moe_shared_expert_overlap": False}
 
 
@@ -225,8 +224,8 @@ def _split_experts(split: ExpertSplit) -> Draw:
     return lambda rng, mapping, values: split.draw(rng, mapping.ep, values)
 
 
-def _router(rng: random.Random) -> dict[str, object]:
-    values: dict[str, object] = {
+def _router(rng: random.Random) -> dict[str, Any]:
+    values: dict[str, Any] = {
         "moe_router_topk": rng.choice((2, 2, 4)),
         TYPE: rng.choice(sorted((*TYPES, ALLTOALL.key))),
         "moe_grouped_gemm": _chance(rng, 0.8),
@@ -254,7 +253,7 @@ def _router(rng: random.Random) -> dict[str, object]:
     return values
 
 
-def _drawn_balancing(rng: random.Random, selection: DeclaredSelection, values: dict[str, object]) -> dict[str, object]:
+def _drawn_balancing(rng: random.Random, selection: DeclaredSelection, values: dict[str, Any]) -> dict[str, Any]:
     """Draw a kind of balancing that has flags sometimes, if the model allows it."""
     excluded_by = [dest for dest, capability in DEMANDED_BY.items() if selection.rejects(capability)]
     if selection.rejects(RoutingCapability.CAPACITY):
@@ -268,7 +267,7 @@ def _drawn_balancing(rng: random.Random, selection: DeclaredSelection, values: d
     }
 
 
-def _sample_parallel_options(rng: random.Random, mapping: ParallelMapping) -> dict[str, object]:
+def _sample_parallel_options(rng: random.Random, mapping: ParallelMapping) -> dict[str, Any]:
     """Draw the flags of the mapping and of data parallelism."""
     distributed, overlap = _chance(rng, 0.5), _chance(rng, 0.5)
     has_even_ranks = (mapping.dp * mapping.cp) % 2 == 0 and mapping.edp % 2 == 0
@@ -290,12 +289,12 @@ def _sample_parallel_options(rng: random.Random, mapping: ParallelMapping) -> di
     }
 
 
-def _optimizer_state(rng: random.Random, values: dict[str, object]) -> dict[str, object]:
+def _optimizer_state(rng: random.Random, values: dict[str, Any]) -> dict[str, Any]:
     """Draw formats and placement of the optimizer's state sometimes."""
     has_formats = find_optimizer(values["optimizer"]).supports(OptimizerCapability.STATE_FORMATS)
     if not has_formats or not _chance(rng, 0.3):
         return {}
-    options: dict[str, object] = {"use_precision_aware_optimizer": True}
+    options: dict[str, Any] = {"use_precision_aware_optimizer": True}
     if _chance(rng, 0.7):
         options |= {"exp_avg_dtype": rng.choice(("fp32", "fp16")), "exp_avg_sq_dtype": "fp16"}
     placement = rng.choice(("", "optimizer_cpu_offload", "chunked_optimizer_state_offload"))
@@ -306,7 +305,7 @@ def _optimizer_state(rng: random.Random, values: dict[str, object]) -> dict[str,
     return options
 
 
-def _scaled_widths(rng: random.Random, values: dict[str, object]) -> dict[str, object]:
+def _scaled_widths(rng: random.Random, values: dict[str, Any]) -> dict[str, Any]:
     """Draw maximal update parametrization sometimes, from a narrower or wider base."""
     if not _chance(rng, 0.15):
         return {}
@@ -320,7 +319,7 @@ def _scaled_widths(rng: random.Random, values: dict[str, object]) -> dict[str, o
     }
 
 
-def _multipliers(rng: random.Random, values: dict[str, object]) -> dict[str, object]:
+def _multipliers(rng: random.Random, values: dict[str, Any]) -> dict[str, Any]:
     """Draw Granite's multipliers sometimes."""
     if not _chance(rng, 0.1):
         return {}
@@ -333,7 +332,7 @@ def _multipliers(rng: random.Random, values: dict[str, object]) -> dict[str, obj
     }
 
 
-def _chunks(rng: random.Random, values: dict[str, object]) -> dict[str, object]:
+def _chunks(rng: random.Random, values: dict[str, Any]) -> dict[str, Any]:
     """Draw chunks of attention and temperatures of queries sometimes."""
     is_free = not values.get("window_size") and values.get(VARIANT) != SPARSE_ATTENTION.variant
     if not is_free or _chance(rng, 0.9):  # where no multipliers are drawn, this number is the one that they drew
@@ -347,7 +346,7 @@ def _chunks(rng: random.Random, values: dict[str, object]) -> dict[str, object]:
     }
 
 
-def _norms_of_layers(rng: random.Random) -> dict[str, object]:
+def _norms_of_layers(rng: random.Random) -> dict[str, Any]:
     """Draw norms after attention, after the MLP, or both sometimes; and sometimes these alone."""
     attention, mlp = rng.choice(((True, False), (False, True), (True, True)))
     if not _chance(rng, 0.15):  # not the first number, which the generators of several options have in common
@@ -356,19 +355,19 @@ def _norms_of_layers(rng: random.Random) -> dict[str, object]:
     return {"post_self_attn_layernorm": attention, "post_mlp_layernorm": mlp, "pre_layernorm": not alone}
 
 
-def _head_gates(rng: random.Random, values: dict[str, object]) -> dict[str, object]:
+def _head_gates(rng: random.Random, values: dict[str, Any]) -> dict[str, Any]:
     """Draw gates of whole heads of latent attention sometimes."""
     gates = rng.choice((False, False, True)) and values.get("multi_latent_attention")
     return {"head_wise_attn_gate": True} if gates and not values.get(VARIANT) else {}
 
 
-def _declared(rng: random.Random) -> dict[str, object]:
+def _declared(rng: random.Random) -> dict[str, Any]:
     """Draw flags sometimes whose fields say which values."""
     drawn = (option for option in OPTIONS.values() if option.draws and _chance(rng, 0.2))
     return {option.dest: rng.choice(option.draws) for option in drawn}
 
 
-def _batch(rng: random.Random, mapping: ParallelMapping) -> dict[str, object]:
+def _batch(rng: random.Random, mapping: ParallelMapping) -> dict[str, Any]:
     micro, accumulation = rng.choice((1, 2)), rng.choice((1, 2, 4))
     if mapping.pp > 1 and accumulation < mapping.pp and _chance(rng, 0.7):
         accumulation = 2 * mapping.pp
@@ -389,7 +388,7 @@ def _batch(rng: random.Random, mapping: ParallelMapping) -> dict[str, object]:
     }
 
 
-def _packed_sequences(rng: random.Random, mapping: ParallelMapping, values: dict[str, object]) -> dict[str, object]:
+def _packed_sequences(rng: random.Random, mapping: ParallelMapping, values: dict[str, Any]) -> dict[str, Any]:
     """Draw samples of different lengths sometimes, which are packed into microbatches."""
     balancing = of_balancing(values["moe_router_load_balancing_type"])
     is_excluded = values.get("fp8") or any(each.rejects(RoutingCapability.PADDING) for each in balancing)
@@ -407,10 +406,10 @@ def _packed_sequences(rng: random.Random, mapping: ParallelMapping, values: dict
     }
 
 
-def _stages(rng: random.Random, mapping: ParallelMapping, values: dict[str, object]) -> dict[str, object]:
+def _stages(rng: random.Random, mapping: ParallelMapping, values: dict[str, Any]) -> dict[str, Any]:
     pp, vpp, mtp = mapping.pp, mapping.vpp, num_mtp_depths(values)
     layers = max(pp * vpp, rng.choice((2, 3)) if pp == 1 else 2)
-    options: dict[str, object] = {}
+    options: dict[str, Any] = {}
     kind = rng.choice(("even", "even", "first", "account", "layout")) if pp > 1 else "even"
     if vpp > 1 and kind != "layout":
         options["num_virtual_stages_per_pipeline_rank"] = vpp
@@ -436,7 +435,7 @@ def _stages(rng: random.Random, mapping: ParallelMapping, values: dict[str, obje
     return options
 
 
-def _context(rng: random.Random, mapping: ParallelMapping, layers: int) -> dict[str, object]:
+def _context(rng: random.Random, mapping: ParallelMapping, layers: int) -> dict[str, Any]:
     if mapping.cp == 1:
         return {}
     kinds = ["p2p", "allgather", "a2a"] + (["a2a+p2p"] if mapping.cp >= 4 else [])
@@ -445,10 +444,10 @@ def _context(rng: random.Random, mapping: ParallelMapping, layers: int) -> dict[
     return {"cp_comm_type": chosen, **nested}
 
 
-def _sharded(rng: random.Random, mapping: ParallelMapping) -> dict[str, object]:
+def _sharded(rng: random.Random, mapping: ParallelMapping) -> dict[str, Any]:
     if mapping.dp == 1 or not _chance(rng, 0.2):
         return {}
-    options: dict[str, object] = {"use_distributed_optimizer": False, "overlap_param_gather": False}
+    options: dict[str, Any] = {"use_distributed_optimizer": False, "overlap_param_gather": False}
     options["num_distributed_optimizer_instances"] = None
     if _chance(rng, 0.4):
         return options | {"use_torch_fsdp2": True, "overlap_grad_reduce": False, "ddp_bucket_size": None}
@@ -457,8 +456,8 @@ def _sharded(rng: random.Random, mapping: ParallelMapping) -> dict[str, object]:
     return options | {"ckpt_format": "fsdp_dtensor"}
 
 
-def _memory(rng: random.Random, values: dict[str, object]) -> dict[str, object]:
-    options: dict[str, object] = {}
+def _memory(rng: random.Random, values: dict[str, Any]) -> dict[str, Any]:
+    options: dict[str, Any] = {}
     kind = rng.choice(("none", "none", "full", "selective", "selective"))
     if kind == "full":
         options |= {
@@ -484,15 +483,15 @@ def _memory(rng: random.Random, values: dict[str, object]) -> dict[str, object]:
     return options
 
 
-def _dispatcher(values: Mapping[str, object]) -> Dispatcher:
+def _dispatcher(values: Mapping[str, Any]) -> Dispatcher:
     return find_dispatcher(str(values[TYPE]), str(values.get(BACKEND, DEEPEP.key)))
 
 
-def _fp8(rng: random.Random, mapping: ParallelMapping, values: dict[str, object]) -> dict[str, object]:
+def _fp8(rng: random.Random, mapping: ParallelMapping, values: dict[str, Any]) -> dict[str, Any]:
     """Draw fp8 sometimes, as far as one process can compute it."""
     if not _chance(rng, 0.2):
         return {}
-    options: dict[str, object] = {
+    options: dict[str, Any] = {
         "fp8": rng.choice(("e4m3", "hybrid")),
         "fp8_recipe": rng.choice(("delayed", "tensorwise", "blockwise", "mxfp8")),
         "fp8_amax_history_len": rng.choice((1, 2)),
@@ -505,12 +504,12 @@ def _fp8(rng: random.Random, mapping: ParallelMapping, values: dict[str, object]
     return options | comparable_fp8_options(values | options, mapping, int(str(values["num_layers"])))[0]
 
 
-def _overlapped(rng: random.Random, mapping: ParallelMapping, values: dict[str, object]) -> dict[str, object]:
+def _overlapped(rng: random.Random, mapping: ParallelMapping, values: dict[str, Any]) -> dict[str, Any]:
     """Draw the overlapped token exchange sometimes. It requires --bf16; the check computes in fp32 anyway."""
     cannot_overlap = _dispatcher(values).rejects(Capability.EXCHANGE_OVERLAP)
     if mapping.ep == 1 or cannot_overlap or not _chance(rng, 0.3):
         return {}
-    options: dict[str, object] = {"overlap_moe_expert_parallel_comm": True, "bf16": True}
+    options: dict[str, Any] = {"overlap_moe_expert_parallel_comm": True, "bf16": True}
     if _chance(rng, 0.5):
         options |= {"delay_wgrad_compute": True, "transformer_impl": "transformer_engine"}
     return options

@@ -19,7 +19,9 @@ import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkProcess
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,7 +51,7 @@ class RankPool:
     def __init__(self, size: int, timeout_s: float = 120.0):
         self.size, self.timeout_s = size, timeout_s
         self._folder = tempfile.TemporaryDirectory(prefix="rank_pool")
-        self._ranks: list[tuple[multiprocessing.Process, Connection]] = []
+        self._ranks: list[tuple[ForkProcess, Connection]] = []
         self._jobs = 0
 
     def __enter__(self) -> RankPool:
@@ -59,7 +61,7 @@ class RankPool:
         self._stop()
         self._folder.cleanup()
 
-    def run(self, work: Callable, world_size: int, *args: object) -> object:
+    def run(self, work: Callable, world_size: int, *args: object) -> Any:
         """Call `work(rank, world_size, *args)` on the ranks of one group, and return the result of rank 0.
 
         Raises:
@@ -92,7 +94,7 @@ class RankPool:
         for (_, pipe), (work, rank, size, args) in zip(self._ranks, calls):
             pipe.send((work, rank, size, store, self.timeout_s, args))
         answers = self._collect(world_size)
-        failed = {rank: text for rank, (ok, text) in answers.items() if not ok}
+        failed = {rank: str(text) for rank, (ok, text) in answers.items() if not ok}
         if failed:
             self._stop()
             raise RankPoolError(failed)
@@ -119,8 +121,9 @@ class RankPool:
                 has_failure = not all(ok for ok, _ in answers.values())
                 reason = "was waiting for the others" if has_failure else "did not answer within the time limit"
                 return answers | dict.fromkeys(open_pipes.values(), (False, reason))
-            for pipe in ready:
-                rank = open_pipes[pipe]
+            for pipe, rank in open_pipes.items():
+                if pipe not in ready:
+                    continue
                 try:
                     answers[rank] = pickle.loads(pipe.recv_bytes())
                 except EOFError:

@@ -29,9 +29,9 @@ from moe_trainer.data.loader import Batch
 from moe_trainer.debug.step_record import Record
 from moe_trainer.errors import UserError
 from moe_trainer.launch_env import LaunchEnv
-from moe_trainer.training.context import TrainRun, TrainState, with_batches
 from moe_trainer.training.initialize import Runtime, make_groups, set_numerics_flags, set_seeds
 from moe_trainer.training.record_step import AXES, record_iteration
+from moe_trainer.training.run import TrainRun, TrainState, with_batches
 from moe_trainer.training.setup import build_train_run
 from moe_trainer.verification.kept_flags import NOISE, NOT_IN_REFERENCE
 
@@ -167,10 +167,10 @@ def expected_differences(record: Record, plan: ReplayPlan) -> Iterator[str]:
             else "scales and blocks are those of a rank's shard"
         )
         yield f"{list_widths('and')}: {reason}"
-    for flags in FLAGS:
-        if recorded.values[flags.param_gather]:
+    for named in FLAGS:
+        if recorded.values[named.param_gather]:
             yield (
-                f"--{flags.name}-param-gather: the recorded run cast its weights to {flags.name} from fp32 main "
+                f"--{named.name}-param-gather: the recorded run cast its weights to {named.name} from fp32 main "
                 "parameters, the replay casts them from the recorded bf16 weights"
             )
     if micro_batch_changed:
@@ -228,10 +228,14 @@ def get_local_batches(record: Record, run: TrainRun) -> list[Batch]:
         )
     global_batch = record.batch()
     starts = range(dp.rank * micro, samples, dp.size * micro)
-    return [
-        Batch(**{name: tensor[start : start + micro].contiguous() for name, tensor in global_batch.items()})
-        for start in starts
-    ]
+
+    def microbatch(start: int) -> Batch:
+        fields: dict[str, Any] = {}
+        for name, tensor in global_batch.items():
+            fields[name] = tensor[start : start + micro].contiguous()
+        return Batch(**fields)
+
+    return list(map(microbatch, starts))
 
 
 def _restore(record: Record, run: TrainRun, state: TrainState) -> None:

@@ -87,7 +87,8 @@ def markdown(results: Sequence[ParityResult], shrunk: ShrinkResult | None, comma
         if result.is_equal:
             text = f"equal: {result.agreement}"
         else:
-            text = f"**differs**: {(result.differences or [result.failure.splitlines()[-1]])[0]}"
+            first = result.differences[0] if result.differences else result.failure.splitlines()[-1]
+            text = f"**differs**: {first}"
         rows.append((result.case.mapping, text))
     lines += markdown_table(("mapping", "result"), rows)
     if shrunk is not None:

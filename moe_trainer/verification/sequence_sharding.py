@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_trainer.training.context import TrainRun
+from moe_trainer.training.run import TrainRun
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import os
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 from arguments.container import OPTIONS
 from arguments.flag_status import NOT_IMPLEMENTED
@@ -125,7 +126,7 @@ def shrink(argv: list[str], world_size: int | None = None, ranks: int = 8) -> Sh
     """
     settings, violations, world_size, problems = _resolve(argv, world_size, ignored=("later", "build"))
     problems += [violation.message for violation in violations if violation.kind != "later"]
-    if problems:
+    if problems or world_size is None:
         raise ShrinkError(problems)
     left_out = _leave_out(settings, violations)
     original = _mapping(settings, world_size)
@@ -155,7 +156,7 @@ def as_is(argv: list[str], world_size: int | None = None) -> ParityCase:
     problems += [violation.message for violation in violations]
     if settings.vocab_size is None:
         problems.append("--vocab-size is missing: the batches are random tokens of --tokenizer-type NullTokenizer")
-    if problems:
+    if problems or world_size is None:
         raise ShrinkError(problems)
     # full sharding requires its checkpoint format
     dests = [dest for dest in settings.given_dests() if OPTIONS[dest].section != "output" or dest == "ckpt_format"]
@@ -296,9 +297,9 @@ def _case(
     return make_case(new, values | fp8, force_fp32)
 
 
-def _memory(s: Settings, layers: int) -> dict[str, object]:
+def _memory(s: Settings, layers: int) -> dict[str, Any]:
     """Return options of recompute and offload for small layers, which are below the default offload size."""
-    options: dict[str, object] = {}
+    options: dict[str, Any] = {}
     if s.recompute_granularity == "full" and s.recompute_num_layers:
         options["recompute_num_layers"] = min(s.recompute_num_layers, 2) if s.recompute_method == "uniform" else 1
     if s.fine_grained_activation_offloading:
@@ -308,7 +309,7 @@ def _memory(s: Settings, layers: int) -> dict[str, object]:
     return options
 
 
-def _updates(s: Settings, new: ParallelMapping, notes: list[str]) -> dict[str, object]:
+def _updates(s: Settings, new: ParallelMapping, notes: list[str]) -> dict[str, Any]:
     """Return options with which the optimizer's updates agree between mappings."""
     comparable = get_optimizer(s).comparable
     options, reasons = ({}, []) if comparable is None else comparable(s, max(new.tp, new.etp) > 1)
@@ -316,7 +317,7 @@ def _updates(s: Settings, new: ParallelMapping, notes: list[str]) -> dict[str, o
     return options
 
 
-def make_case(mapping: ParallelMapping, values: Mapping[str, object], force_fp32: bool = False) -> ParityCase:
+def make_case(mapping: ParallelMapping, values: Mapping[str, Any], force_fp32: bool = False) -> ParityCase:
     """Make a case of values by destination.
 
     Raises:
@@ -338,9 +339,9 @@ def make_case(mapping: ParallelMapping, values: Mapping[str, object], force_fp32
     return ParityCase(mapping, tuple(argv), tuple(reference), force_fp32, defined_by_mapping(values, mapping))
 
 
-def _ranks(s: Settings, new: ParallelMapping, notes: list[str]) -> dict[str, object]:
+def _ranks(s: Settings, new: ParallelMapping, notes: list[str]) -> dict[str, Any]:
     """Return the flags of the mapping, and those that need one of its dimensions."""
-    values = dict(zip(_SIZES, (new.tp, new.cp, new.pp, new.ep)))
+    values: dict[str, Any] = dict(zip(_SIZES, (new.tp, new.cp, new.pp, new.ep)))
     if s.num_experts:
         values["expert_tensor_parallel_size"] = new.etp
     values["sequence_parallel"] = bool(s.sequence_parallel) and new.tp > 1
@@ -367,9 +368,9 @@ def _ranks(s: Settings, new: ParallelMapping, notes: list[str]) -> dict[str, obj
     return {"transformer_impl": "local", **values}
 
 
-def _patterns(s: Settings, values: Mapping[str, object], layers: int) -> dict[str, object]:
+def _patterns(s: Settings, values: Mapping[str, Any], layers: int) -> dict[str, Any]:
     """Return per-layer patterns for fewer layers."""
-    patterns: dict[str, object] = {}
+    patterns: dict[str, Any] = {}
     if s.hybrid_layer_pattern:
         patterns["hybrid_layer_pattern"] = sizes.letters(s.hybrid_layer_pattern, layers)
     elif s.num_experts and s.moe_layer_freq != 1:
@@ -384,8 +385,8 @@ def _patterns(s: Settings, values: Mapping[str, object], layers: int) -> dict[st
     return patterns
 
 
-def _small_training(s: Settings) -> dict[str, object]:
-    values: dict[str, object] = dict(SMALL_TRAINING)
+def _small_training(s: Settings) -> dict[str, Any]:
+    values: dict[str, Any] = dict(SMALL_TRAINING)
     if s.decoupled_lr is not None:
         values["decoupled_lr"] = 2 * LEARNING_RATE
     if variant_of(s).has_delta_rule:

@@ -7,6 +7,7 @@ model with more heads than groups, with dense layers first or with a wider share
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from arguments.layer_pattern import MOE, hybrid_letters
 from arguments.mechanisms.formats import quantized_format
@@ -30,7 +31,7 @@ FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_la
 ACCOUNT = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 
 
-def stages(s: Settings, old: ParallelMapping, new: ParallelMapping) -> dict[str, object]:
+def stages(s: Settings, old: ParallelMapping, new: ParallelMapping) -> dict[str, Any]:
     """Return the number of layers and their distribution over the stages."""
     if s.pipeline_model_parallel_layout is not None:
         return _layout(s, old, new)
@@ -47,7 +48,7 @@ def stages(s: Settings, old: ParallelMapping, new: ParallelMapping) -> dict[str,
     return values | {dest: True for dest in ACCOUNT if getattr(s, dest) and new.pp > 1} | {"num_layers": layers}
 
 
-def _mtp_sizes(s: Settings) -> dict[str, object]:
+def _mtp_sizes(s: Settings) -> dict[str, Any]:
     depths = min(num_mtp_depths(s.values), MTP_DEPTHS)
     return {"mtp_num_layers": depths} if depths else {}
 
@@ -63,7 +64,7 @@ def _fewest_layers(s: Settings) -> int:
 
 def _uneven(
     s: Settings, old: ParallelMapping, new: ParallelMapping, first: int | None, last: int | None
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """Return first and last stages that are smaller or larger than the middle ones, as in the original."""
     ends = [end for end in (first, last) if end]
     middle = (s.num_layers - sum(ends)) // max(old.pp - len(ends), 1)
@@ -75,7 +76,7 @@ def _uneven(
     return {**sizes, "num_layers": sum(sizes.values()) + base * max(new.pp - len(ends), 0)}
 
 
-def _layout(s: Settings, old: ParallelMapping, new: ParallelMapping) -> dict[str, object]:
+def _layout(s: Settings, old: ParallelMapping, new: ParallelMapping) -> dict[str, Any]:
     """Return a layout with the first and last stage of the original, and middle ones including that with MTP layers."""
     layout = read_layout(s.pipeline_model_parallel_layout)
     ranks = [0] * (new.pp > 1) + _ranks_between(layout, old.pp, new.pp - 2) + [old.pp - 1]
@@ -83,7 +84,7 @@ def _layout(s: Settings, old: ParallelMapping, new: ParallelMapping) -> dict[str
     depths = min(num_mtp_depths(s.values), MTP_DEPTHS)
     # of the selected stages the largest have two layers and the others one, so that uneven stages stay uneven
     most = max(layout.stages[chunk * old.pp + rank].count(DECODER) for chunk in chunks for rank in ranks)
-    texts = []
+    texts: list[str] = []
     for chunk in chunks:
         for rank in ranks:
             stage = layout.stages[chunk * old.pp + rank]
@@ -142,10 +143,10 @@ def letters(pattern: str, layers: int) -> str:
     return "".join(short) + (DEPTH + inside) * min(len(mtp_depths(pattern)), MTP_DEPTHS)
 
 
-def attention(s: Settings, new: ParallelMapping) -> dict[str, object]:
+def attention(s: Settings, new: ParallelMapping) -> dict[str, Any]:
     unit = new.tp * (new.cp if any("a2a" in kind for kind in s.cp_comm_type) else 1)
     heads = groups = max(2, unit)
-    values: dict[str, object] = {}
+    values: dict[str, Any] = {}
     if s.group_query_attention:
         old_groups = s.num_query_groups
         if old_groups == 1:
@@ -203,9 +204,9 @@ def attention(s: Settings, new: ParallelMapping) -> dict[str, object]:
     return values
 
 
-def experts(s: Settings, new: ParallelMapping) -> dict[str, object]:
+def experts(s: Settings, new: ParallelMapping) -> dict[str, Any]:
     ffn = 24
-    values: dict[str, object] = {"ffn_hidden_size": ffn}
+    values: dict[str, Any] = {"ffn_hidden_size": ffn}
     if not s.num_experts:
         return values
     if s.moe_latent_size:
@@ -237,7 +238,7 @@ def experts(s: Settings, new: ParallelMapping) -> dict[str, object]:
     return values | {"num_experts": number, "moe_router_topk": topk}
 
 
-def batch(s: Settings, old: ParallelMapping, new: ParallelMapping) -> dict[str, object]:
+def batch(s: Settings, old: ParallelMapping, new: ParallelMapping) -> dict[str, Any]:
     """Return sequence length and batch sizes, with enough microbatches for the steady state of the schedule."""
     micro = min(s.micro_batch_size, 2)
     count = max(1, (s.global_batch_size or 0) // (s.micro_batch_size * old.dp))
@@ -249,7 +250,7 @@ def batch(s: Settings, old: ParallelMapping, new: ParallelMapping) -> dict[str, 
         else:
             microbatches = new.pp if count >= old.pp else min(count, new.pp)
     group = s.microbatch_group_size_per_vp_stage
-    values: dict[str, object] = {}
+    values: dict[str, Any] = {}
     if s.given("microbatch_group_size_per_vp_stage") and new.vpp > 1 and group:
         values["microbatch_group_size_per_vp_stage"] = new.pp if group == old.pp else min(2 * new.pp, microbatches)
     length = _length(new)
@@ -261,7 +262,7 @@ def batch(s: Settings, old: ParallelMapping, new: ParallelMapping) -> dict[str, 
     }
 
 
-def packing(s: Settings, new: ParallelMapping, values: Mapping[str, object]) -> dict[str, object]:
+def packing(s: Settings, new: ParallelMapping, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return sizes of packed microbatches, which hold several sequences; about as many as without packing."""
     if not is_packed(s):
         return {"use_varlen_dataset": None}
@@ -287,7 +288,7 @@ def packing(s: Settings, new: ParallelMapping, values: Mapping[str, object]) -> 
     }
 
 
-def packed_sizes(new: ParallelMapping, by_tensor_ranks: bool) -> dict[str, object]:
+def packed_sizes(new: ParallelMapping, by_tensor_ranks: bool) -> dict[str, Any]:
     """Return the capacity and alignment of small microbatches of packed sequences."""
     multiple = sequence_padding_multiple(new.cp, new.tp, by_tensor_ranks)
     capacity = PACKED_SEQUENCES // 2 * _length(new)  # the mean length is half of --seq-length
@@ -303,12 +304,12 @@ def _length(new: ParallelMapping) -> int:
     return -(-16 // unit) * unit
 
 
-def context(s: Settings, new: ParallelMapping, layers: int) -> dict[str, object]:
+def context(s: Settings, new: ParallelMapping, layers: int) -> dict[str, Any]:
     """Return the communication types of context parallelism that the number of ranks allows."""
     if new.cp == 1:
         return {}
     kinds = as_list(s.cp_comm_type)
-    values: dict[str, object] = {}
+    values: dict[str, Any] = {}
     if "a2a+p2p" in kinds:
         if new.cp >= 4:
             values["hierarchical_context_parallel_sizes"] = [2, new.cp // 2]

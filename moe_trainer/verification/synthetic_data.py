@@ -29,7 +29,7 @@ _NUM_DOCUMENT_ENDS = 2
 
 
 class RandomTokenDataset:
-    """Dataset of random sequences of `longest` tokens; see data.dataset.TokenDataset."""
+    """Random sequences of `longest` tokens; see data.dataset.SampleReader."""
 
     def __init__(self, seed: int, longest: int, end: int):
         self.seed = seed
@@ -49,10 +49,14 @@ class RandomTokenDataset:
         """Return the ids of a sample, all of which are trained as labels."""
         return Sample(self.tokens(index), None)
 
-    def part_lengths(self, index: int) -> np.ndarray:
+    def part_lengths(self, index: int) -> list[int]:
         """Return the lengths of the documents of a sample, including their ends."""
         ends = np.flatnonzero(self.tokens(index) == self.end) + 1
-        return np.diff(np.concatenate([[0], ends, [self.longest + 1]]))
+        return np.diff(np.concatenate([[0], ends, [self.longest + 1]])).tolist()
+
+    def locate(self, index: int, position: int) -> str:
+        """Say where a token is."""
+        return f"random sequence {index}, token {position}"
 
 
 class VaryingTokenDataset(RandomTokenDataset):
@@ -74,7 +78,8 @@ class VaryingTokenDataset(RandomTokenDataset):
 
 def make_null_tokenizer(args: Arguments) -> SimpleNamespace:
     """Return what a run uses of the NullTokenizer of --vocab-size."""
-    return SimpleNamespace(vocab_size=args.data.vocab_size + 1, eod=args.data.vocab_size, pad=None)
+    eod = args.data.vocab_size or 0
+    return SimpleNamespace(vocab_size=eod + 1, eod=eod, pad=None)
 
 
 @dataclass(frozen=True)
@@ -93,13 +98,6 @@ class PackLayout:
     group_size: int = 1
     sets_padding: bool = False
 
-    @staticmethod
-    def of(args: Arguments, num_data_ranks: int, group_size: int = 1, sets_padding: bool = False) -> PackLayout:
-        """Return the layout of a run with these flags."""
-        fmt = PackFormat.from_args(args)
-        assert fmt is not None, "no flag asks for packing"
-        return PackLayout(fmt, num_data_ranks, group_size, sets_padding)
-
 
 def draw_batches(
     args: Arguments, ps: ParallelState, first_step: int, steps: int, seed: int = 0, layout: PackLayout | None = None
@@ -110,12 +108,13 @@ def draw_batches(
     """
     training, dp = args.training, ps.dp
     micro, size = training.micro_batch_size, training.global_batch_size
-    fmt = batch_format(args.data, make_null_tokenizer(args))
+    tokenizer = make_null_tokenizer(args)
+    fmt = batch_format(args.data, tokenizer)
     all_steps = range(first_step, first_step + steps)
-    if args.packed_capacity is not None:
-        layout = layout or PackLayout.of(args, dp.size)
-        return [_draw_packs(args, layout, ps, step, seed) for step in all_steps]
-    dataset = RandomTokenDataset(seed, args.data.seq_length, fmt.eod)
+    if (packs := PackFormat.from_args(args)) is not None:
+        layout = layout or PackLayout(packs, dp.size)
+        return [_draw_packs(args, packs, layout, ps, step, seed) for step in all_steps]
+    dataset = RandomTokenDataset(seed, args.data.seq_length, tokenizer.eod)
     return [
         [
             _mask_labels(make_batch(dataset, range(start, start + micro), fmt), range(start, start + micro), seed)
@@ -134,12 +133,14 @@ def plan_packs(args: Arguments, layout: PackLayout, seed: int, first_step: int =
 
 
 def _varying_dataset(args: Arguments, seed: int) -> VaryingTokenDataset:
-    return VaryingTokenDataset(seed, args.data.seq_length, batch_format(args.data, make_null_tokenizer(args)).eod)
+    return VaryingTokenDataset(seed, args.data.seq_length, make_null_tokenizer(args).eod)
 
 
-def _draw_packs(args: Arguments, layout: PackLayout, ps: ParallelState, step: int, seed: int) -> list[Batch]:
+def _draw_packs(
+    args: Arguments, own: PackFormat, layout: PackLayout, ps: ParallelState, step: int, seed: int
+) -> list[Batch]:
+    """Return this rank's packs of a step; `own` is the format of the run's flags."""
     fmt, dataset = batch_format(args.data, make_null_tokenizer(args)), _varying_dataset(args, seed)
-    own = PackLayout.of(args, ps.dp.size).format
     padding = layout.format if layout.sets_padding else own
     plan = next(plan_packs(args, layout, seed, step))
     if own.cp_sizes:

@@ -8,7 +8,8 @@ reduces each of its tensors to a few numbers, and copies of one shard must agree
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -24,9 +25,9 @@ from moe_trainer.parallel import collectives
 from moe_trainer.parallel.params import get_param_info, unique_params
 from moe_trainer.parallel.shards import full_tensor
 from moe_trainer.parallel.state import ParallelState
-from moe_trainer.training.context import TrainRun, TrainState, with_batches
 from moe_trainer.training.initialize import Runtime
 from moe_trainer.training.rerun import with_rewindable_batches
+from moe_trainer.training.run import TrainRun, TrainState, with_batches
 from moe_trainer.training.setup import build_train_run
 from moe_trainer.training.step import reduce_loss, run_microbatches, train_step
 from moe_trainer.verification.activation_sums import ActivationSums, Coordinates, record_rank_sums
@@ -67,12 +68,12 @@ class TrainingTrace:
         perturbed_change: of a reference, how far a perturbation moves each weight (parity.py).
     """
 
-    losses: list[dict[str, float]]
+    losses: list[Mapping[str, float]]
     grad_norms: list[float]
     dropped: list[int]
     grads: dict[str, Tensor]
     weights: dict[str, Tensor]
-    per_layer: list[dict[str, list[float]]] = field(default_factory=list)
+    per_layer: list[Mapping[str, list[float]]] = field(default_factory=list)
     shards: list[list[TracedShard]] = field(default_factory=list)
     evaluation: float | None = None
     forward: list[dict[Coordinates, dict[str, Tensor]]] = field(default_factory=list)
@@ -139,7 +140,7 @@ def train(
             fingerprints.update(_fingerprints(run, get_main_grad))
         return step(**rates)
 
-    run.optimizer.step = record_and_step
+    vars(run.optimizer).update(step=record_and_step)
     for microbatches in counts:
         results.append(train_step(run, state, microbatches))
         state.iteration += 1
@@ -151,7 +152,7 @@ def train(
         fingerprints[name] = [*fingerprints.get(name, []), value[0]]
     return TrainingTrace(
         losses=[result.losses for result in results],
-        grad_norms=[result.grad_norm for result in results],
+        grad_norms=[math.nan if result.grad_norm is None else result.grad_norm for result in results],
         dropped=[result.dropped_tokens for result in results],
         grads=grads,
         weights=weights,

@@ -82,6 +82,8 @@ def test_bad_mock_lengths_are_explained():
     for config, problem in (
         (SIZES, 'has no "lognormal_sigma"'),
         ({"mode": "file"}, 'has no "path"'),
+        ({"mode": "file", "path": None}, "path must be the path of a file"),
+        ({**SIZES, "mode": "verification", "data_path": 3}, "data_path must be the path of a file"),
         ({**SIZES, "lognormal_sigma": 0}, "lognormal_sigma must be a positive number"),
         ({**SIZES, "lognormal_sigma": 1e300}, "lognormal_sigma must be a positive number up to 10"),
         ({**SIZES, "lognormal_sigma": 1, "max_seq_len": 2**63}, "max_seq_len < 2.31"),

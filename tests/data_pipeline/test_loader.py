@@ -9,7 +9,7 @@ import torch
 from data_pipeline.corpora import FixedTokenizer, attention_mask, data_args, training_args, write_corpus
 
 from moe_trainer.data.build import batch_format, build_datasets
-from moe_trainer.data.loader import BatchFormat, build_loader, cyclic_order, make_batch, single_order
+from moe_trainer.data.loader import BatchFormat, Reading, build_loader, cyclic_order, make_batch, single_order
 
 
 class Rows:
@@ -102,7 +102,7 @@ def test_single_order_splits_global_batches_over_ranks():
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
 def test_worker_count_does_not_change_batches(workers):
-    loader = build_loader(counting_dataset(50), 3, 1, 2, 6, num_workers=workers, fmt=FORMAT)
+    loader = build_loader(counting_dataset(50), 3, 1, 2, 6, fmt=FORMAT, reading=Reading(workers))
     batches = list(loader)
     assert [batch.tokens_BS[:, 0].tolist() for batch in batches] == list(loader.indices())
     assert len(list(loader)) == 7  # a loader can be walked again
@@ -111,7 +111,7 @@ def test_worker_count_does_not_change_batches(workers):
 @pytest.mark.parametrize(("workers", "outside"), [(0, 700), (2, 700), (0, -2)])
 def test_worker_errors_are_raised_unchanged(workers, outside):
     data = Rows([[1, 2], [3, outside]])
-    loader = build_loader(data, 1, 0, 1, num_workers=workers, fmt=BatchFormat(eod=None, vocab_size=500))
+    loader = build_loader(data, 1, 0, 1, fmt=BatchFormat(eod=None, vocab_size=500), reading=Reading(workers))
     batches = iter(loader)
     assert next(batches).labels_BS.tolist() == [[2]]
     with pytest.raises(ValueError, match=f"token id {outside} in row 1, token 1 lies outside the vocabulary of 500"):
@@ -119,7 +119,7 @@ def test_worker_errors_are_raised_unchanged(workers, outside):
 
 
 def test_closed_iterator_is_exhausted(recwarn):
-    batches = iter(build_loader(counting_dataset(1000), 1, 0, 1, num_workers=2, fmt=FORMAT))
+    batches = iter(build_loader(counting_dataset(1000), 1, 0, 1, fmt=FORMAT, reading=Reading(2)))
     next(batches)
     batches.close()
     assert next(batches, None) is None

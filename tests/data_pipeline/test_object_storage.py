@@ -20,7 +20,7 @@ from moe_trainer.data import object_storage
 from moe_trainer.data.build import build_datasets
 from moe_trainer.data.fingerprint import make_fingerprint
 from moe_trainer.data.indexed import DataFileError, open_token_file
-from moe_trainer.data.loader import BatchFormat, build_loader
+from moe_trainer.data.loader import BatchFormat, Reading, build_loader
 from moe_trainer.data.object_storage import ObjectStore
 from moe_trainer.errors import UserError
 
@@ -125,7 +125,7 @@ def test_a_cache_is_written_again_some_time_after_an_error(bucket, local, tmp_pa
     monkeypatch.setattr(object_storage._Object, "read", lambda *args: reads.append(args) or read(*args))
     remote[0]
     number = len(reads)
-    assert number and not remote._object._store.is_writable
+    assert number and not remote._bin._stored._store.is_writable
     remote.prefetch(0, 0, 10)
     sleep(0.1)
     assert len(reads) == number, "what cannot be stored is not read ahead"
@@ -145,9 +145,9 @@ def test_old_blocks_are_removed_while_others_are_read(bucket, local, tmp_path, m
         assert may_end.wait(60)
 
     monkeypatch.setattr(ObjectStore, "_remove_oldest", remove)
-    future = remote._object._request(0)
+    future = remote._bin._stored._request(0)
     assert is_removing.wait(60)
-    assert remote._object._store.submit(lambda: 7).result(timeout=60) == 7
+    assert remote._bin._stored._store.submit(lambda: 7).result(timeout=60) == 7
     may_end.set()
     future.result()
 
@@ -283,7 +283,7 @@ def test_an_object_of_the_same_size_is_noticed_too(bucket, local, tmp_path, monk
     prefix = bucket.upload(local, "a")
     remote = open_remote(prefix, tmp_path / "cache")
     if not is_conditional:  # as through a file system whose reads know no condition
-        monkeypatch.setattr(type(remote._object._source._files), "protocol", "other")
+        monkeypatch.setattr(type(remote._bin._stored._source._files), "protocol", "other")
     first = remote[0]
     content = Path(f"{local}.bin").read_bytes()
     bucket.put("a.bin", content[::-1])
@@ -356,7 +356,9 @@ def test_samples_are_prefetched_some_batches_ahead(ahead):
         def prefetch(self, index):
             calls.append(("prefetch", index))
 
-    loader = build_loader(RecordedReads(range(12)), 2, 0, 2, fmt=BatchFormat(eod=None), read_ahead=ahead)
+    loader = build_loader(
+        RecordedReads(range(12)), 2, 0, 2, fmt=BatchFormat(eod=None), reading=Reading(read_ahead=ahead)
+    )
     assert len(list(loader)) == 3
     samples = [0, 1, 4, 5, 8, 9]
     assert [index for what, index in calls if what == "read"] == samples

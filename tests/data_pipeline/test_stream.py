@@ -6,6 +6,7 @@ import shutil
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from moe_trainer.checkpoint.index import read_index
 from moe_trainer.data import blend as blend_order
 from moe_trainer.data import document_sources, object_storage
 from moe_trainer.data.build import batch_format, build_streams
+from moe_trainer.data.dataset import DatasetConfig
 from moe_trainer.data.document_sources import FileSource, open_source, parse_json_object
 from moe_trainer.data.loader import build_loader
 from moe_trainer.data.stream import StreamBlend, StreamedDataset, StreamLoader, merge_states
@@ -46,8 +48,9 @@ def make_parts(count, documents=7, seed=0):
 
 
 def stream(source, size=1000, **changes):
-    settings = {"sequence_length": LENGTH, "seed": 1, "tokenizer": FixedTokenizer(), "num_streams": 4}
-    return StreamedDataset(source, "text", size, **(settings | changes))
+    config = DatasetConfig(LENGTH, 1, FixedTokenizer())
+    of_config = {name: changes.pop(name) for name in vars(config).keys() & changes.keys()}
+    return StreamedDataset(source, "text", size, replace(config, **of_config), **{"num_streams": 4, **changes})
 
 
 def test_samples_are_consecutive_windows_of_all_documents():

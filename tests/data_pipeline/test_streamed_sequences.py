@@ -16,7 +16,7 @@ from training.tiny import TINY
 from moe_trainer.data import blend as blend_order
 from moe_trainer.data import document_sources
 from moe_trainer.data.build import batch_format, build_datasets, build_streams
-from moe_trainer.data.loader import build_packed_loader
+from moe_trainer.data.loader import Reading, build_packed_loader
 from moe_trainer.data.packing import PackFormat, PackingPlanner
 from moe_trainer.data.stream import StreamBlend, StreamLoader, merge_states
 from moe_trainer.data.streamed_sequences import StreamedSequences
@@ -42,8 +42,9 @@ def packs(dataset, rank, size, consumed, num_batches, workers=2):
     """Token ids of a rank's packs of some global batches, by global batch, and the state after them."""
     planner = PackingPlanner(dataset.length, float, PackFormat(2 * LENGTH), 1, size, read_ahead=workers)
     fmt = batch_format(data_args(), FixedTokenizer())
+    reading = Reading(read_ahead=workers)
     loader = build_packed_loader(
-        dataset, planner, lambda _: BATCH, rank, consumed, fmt=fmt, forget=dataset.forget, read_ahead=workers
+        dataset, planner, lambda _: BATCH, rank, consumed, fmt=fmt, forget=dataset.forget, reading=reading
     )
     batches, found = StreamLoader(dataset, loader, workers), []
     iterator = iter(batches)

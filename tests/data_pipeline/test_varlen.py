@@ -8,8 +8,9 @@ from data_pipeline.corpora import FixedTokenizer, data_args, training_args, writ
 
 from moe_trainer.data.build import batch_format, build_datasets
 from moe_trainer.data.indexed import IndexedDataset, write_indexed_dataset
-from moe_trainer.data.loader import build_packed_loader, make_packed_batch
+from moe_trainer.data.loader import Reading, build_packed_loader, make_packed_batch
 from moe_trainer.data.packing import PackFormat, PackingPlanner
+from moe_trainer.data.text_sequences import TextSequences
 from moe_trainer.errors import UserError
 
 EOD = 0
@@ -95,6 +96,9 @@ def test_tokenizer_without_end_is_rejected(tmp_path):
     data = data_args(use_varlen_dataset=True, data_path=[write_corpus(tmp_path / "a", [5])], split="1,0,0")
     with pytest.raises(UserError, match="--use-varlen-dataset: .* the tokenizer has none"):
         build_datasets(data, training_args(), FixedTokenizer(eod=None), (1, 0, 0))
+    (tmp_path / "a.jsonl").write_text('{"text": "1 2"}\n')
+    with pytest.raises(UserError, match="a.jsonl: samples end .* the tokenizer has none"):
+        TextSequences(str(tmp_path / "a.jsonl"), FixedTokenizer(eod=None), only_conversations=False)
 
 
 def test_mock_lengths_are_lognormal_and_clipped():
@@ -158,5 +162,5 @@ def test_packed_batch(tmp_path):
         make_packed_batch(train, [0, 2], batch_format(data, FixedTokenizer(), 10), PackFormat(16).pack)
     planner = PackingPlanner(train.length, float, PackFormat(6), 1, 1)
     for workers in (0, 2):
-        loader = build_packed_loader(train, planner, lambda consumed: 3, 0, 0, workers, fmt=fmt)
+        loader = build_packed_loader(train, planner, lambda consumed: 3, 0, 0, fmt=fmt, reading=Reading(workers))
         assert [batch.packed.lengths for batch in loader] == [(3, 1, 2)]

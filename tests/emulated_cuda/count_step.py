@@ -21,7 +21,7 @@ def count(argv: list[str]) -> None:
 
     from arguments import ArgumentError, parse_args
     from moe_trainer.parallel.state import ParallelState
-    from moe_trainer.training.context import TrainState
+    from moe_trainer.training.run import TrainState
     from moe_trainer.training.step import train_step
     from moe_trainer.verification.training_trace import make_run
 

@@ -32,9 +32,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from arguments import Arguments, parse_args
 from arguments.mechanisms.placements import get_placement
 from arguments.stage_layout import parallel_sizes
+from moe_trainer.data.packing import PackFormat
 from moe_trainer.estimate.dry_run import histogram_of_flags
 from moe_trainer.estimate.executed_step import executed_args
 from moe_trainer.estimate.memory import ChunkBytes
+from moe_trainer.estimate.parameters import planned_vocab_size
 from moe_trainer.estimate.roofline import CALLERS, CASTS, FINISH, OPERATOR, START, WAIT, Collective
 from moe_trainer.memory import host_read
 from moe_trainer.memory.cuda_graph import CudaGraphs
@@ -47,7 +49,7 @@ from moe_trainer.pipeline import schedule
 from moe_trainer.pipeline.simulate import BACKWARD, FORWARD, WEIGHT, Action, Order
 from moe_trainer.quantization import scaled_grouped, scaled_mm
 from moe_trainer.training import step
-from moe_trainer.training.context import TrainState, named_transformer_layers
+from moe_trainer.training.run import TrainState, named_transformer_layers
 from moe_trainer.verification import training_trace
 from moe_trainer.verification.executed_packs import ExecutedPack, ExecutedPacks
 
@@ -230,11 +232,12 @@ def even_counts(args: Arguments, ps: ParallelState, num_numbers: int, num_expert
 
 def packs_of_flags(args: Arguments, world_size: int) -> ExecutedPacks | None:
     """Return the packs to execute; None without packed sequences."""
-    if args.packed_capacity is None:
+    fmt = PackFormat.from_args(args)
+    if fmt is None:
         return None
     histogram = histogram_of_flags(args)
     assert histogram is not None, "executed_args asks for it"
-    return ExecutedPacks.of(args, world_size, histogram)
+    return ExecutedPacks.of(args, fmt, planned_vocab_size(args)[0], world_size, histogram)
 
 
 def groups(args: Arguments, rank: int, world_size: int) -> ParallelState:

@@ -53,7 +53,7 @@ def kernels(kind: str, flags: str, layers: int) -> Counter:
     from arguments import parse_args
     from moe_trainer.parallel.state import ParallelState
     from moe_trainer.training import step
-    from moe_trainer.training.context import TrainState
+    from moe_trainer.training.run import TrainState
     from moe_trainer.verification import training_trace
 
     argv = [

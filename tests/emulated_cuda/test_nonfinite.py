@@ -16,7 +16,7 @@ def skipped_step() -> str:
 
     from arguments import parse_args
     from moe_trainer.parallel.state import ParallelState
-    from moe_trainer.training.context import TrainState
+    from moe_trainer.training.run import TrainState
     from moe_trainer.training.step import train_step
     from moe_trainer.verification.training_trace import make_run
 

@@ -18,7 +18,7 @@ from moe_trainer.layers.qk_clip import (
 from moe_trainer.ops.block_attention import BlockMask, Documents, PositionRange
 from moe_trainer.ops.max_logits import max_logits_per_head
 from moe_trainer.parallel.state import ParallelState
-from moe_trainer.training.context import TrainState, with_batches
+from moe_trainer.training.run import TrainState, with_batches
 from moe_trainer.training.step import train_step
 
 CLIP = "--qk-clip --qk-clip-threshold 0.05 --qk-clip-alpha 0.3 --log-max-attention-logit"

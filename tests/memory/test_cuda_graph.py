@@ -15,7 +15,7 @@ from moe_trainer.memory import cuda_graph, iteration_graph
 from moe_trainer.memory.cuda_graph import CudaGraphs
 from moe_trainer.memory.offload import GraphCopies
 from moe_trainer.parallel.state import ParallelState
-from moe_trainer.training.context import TrainState
+from moe_trainer.training.run import TrainState
 from moe_trainer.training.step import train_step
 from moe_trainer.verification import training_trace
 

@@ -2,7 +2,7 @@ import datetime
 import math
 from dataclasses import replace
 
-from moe_trainer.metrics.console import arguments_block, iteration_line, validation_line
+from moe_trainer.metrics.console import LoggedInterval, arguments_block, iteration_line, validation_line
 from moe_trainer.metrics.energy import Energy
 from moe_trainer.metrics.iteration import IterationRecord, StepResult
 
@@ -30,7 +30,7 @@ def test_iteration_line_has_the_fields_and_widths_of_megatron():
     record = replace(RECORD, step=step, iteration=3, consumed_samples=384, next_learning_rate=1e-4, loss_scale=1.0)
     record = replace(record, global_batch_size=128, params_norm=123.456)
     losses = {"lm loss": 9.876543, "load_balancing_loss": 1.012345}
-    assert iteration_line(record, NOW, 10, 512.3, losses, throughput=401.2) == (
+    assert iteration_line(record, NOW, 10, LoggedInterval(512.3, losses, throughput=401.2)) == (
         " [2026-08-22 12:00:00.000000] iteration        3/      10 | consumed samples:          384 |"
         " elapsed time per iteration (ms): 512.3 | throughput per GPU (TFLOP/s/GPU): 401.2 |"
         " learning rate: 1.000000E-04 | global batch size:   128 | lm loss: 9.876543E+00 |"
@@ -41,7 +41,7 @@ def test_iteration_line_has_the_fields_and_widths_of_megatron():
 
 def test_iteration_line_drops_negative_losses_keeps_zero_and_shows_skipped_samples():
     record, losses = replace(RECORD, skipped_samples=4), {"lm loss": -1.0, "z_loss": 0.0}
-    line = iteration_line(record, NOW, 2, 1.0, losses, skipped_iterations=1, nan_iterations=2)
+    line = iteration_line(record, NOW, 2, LoggedInterval(1.0, losses, skipped_iterations=1, nan_iterations=2))
     assert " z_loss: 0.000000E+00 |" in line
     assert " consumed samples:            8 | skipped samples:            4 | elapsed" in line
     assert not any(absent in line for absent in ("lm loss", "grad norm", "throughput"))
@@ -50,7 +50,7 @@ def test_iteration_line_drops_negative_losses_keeps_zero_and_shows_skipped_sampl
 
 def test_iteration_line_has_energy_and_overload_factors_in_place():
     record = replace(RECORD, energy=Energy(12.34, 567.89), next_learning_rate=0.5)
-    line = iteration_line(record, NOW, 2, 1.0, {}, throughput=3.0, overload_factors=(1.25, 2.5))
+    line = iteration_line(record, NOW, 2, LoggedInterval(1.0, {}, throughput=3.0, overload_factors=(1.25, 2.5)))
     assert (
         " throughput per GPU (TFLOP/s/GPU): 3.0 | energy per GPU (J/iter/GPU): 12.3 | power per GPU (W/GPU): 567.9 |"
         " learning rate: " in line

@@ -3,7 +3,7 @@
 import time
 
 from moe_trainer.metrics.run_data import RunData
-from moe_trainer.metrics.run_findings import find_problems, worst_layers
+from moe_trainer.metrics.run_findings import RunSizes, find_problems, worst_layers
 
 
 def make_routing(iteration, dead=(), loads=(1.2, 1.1), entropy=(0.99, 0.98)):
@@ -105,14 +105,14 @@ def test_slow_rank_is_compared_with_what_routing_sends_to_it():
     ):
         for each in routing:
             each["tokens_per_expert"] = loads
-        (finding,) = find_problems([], routing, ranks, num_experts=16, world_size=2, expert_ranks=2)
+        (finding,) = find_problems([], routing, ranks, RunSizes(num_experts=16, world_size=2, expert_ranks=2))
         assert words in finding["text"]
-    (finding,) = find_problems([], routing, ranks, num_experts=16, world_size=2)
+    (finding,) = find_problems([], routing, ranks, RunSizes(num_experts=16, world_size=2))
     assert "Routing" not in finding["text"]
 
 
 def test_what_was_not_recorded_is_named_with_its_flag():
-    (finding,) = find_problems([{"iteration": 1}], [], [], num_experts=8, world_size=2)
+    (finding,) = find_problems([{"iteration": 1}], [], [], RunSizes(num_experts=8, world_size=2))
     assert finding["text"] == (
         "nothing unusual in the loss; not recorded: routing (--moe-per-layer-logging) and compute times of the ranks "
         "(--log-straggler)"
@@ -157,7 +157,7 @@ def test_divergence_is_found():
     """Of a run at --lr 10: loss and gradient norm leap after few iterations; also where that is all that there is."""
     start = [{"iteration": at, "lm loss": 8.3, "grad_norm": 2.0, "learning_rate": 10.0} for at in (1, 2, 3)]
     leapt = [{"iteration": at, "lm loss": 104.0, "grad_norm": 5e11, "learning_rate": 1.0} for at in range(4, 16)]
-    texts = {each["text"]: each["severity"] for each in find_problems(start + leapt, [], [], vocab_size=4096)}
+    texts = {each["text"]: each["severity"] for each in find_problems(start + leapt, [], [], RunSizes(vocab_size=4096))}
     assert texts == {
         "the training loss is 104: a uniform guess over 4,096 tokens has 8.32": "bad",
         "the training loss is 104, 13 times that of earlier iterations (8.3)": "bad",
@@ -170,7 +170,7 @@ def test_divergence_is_found_in_the_few_records_of_a_run_that_dies_early():
         found = [{"iteration": at, "lm loss": loss, "learning_rate": at} for at, loss in enumerate(losses, 1)]
         for each, norm in zip(found, norms):
             each["grad_norm"] = norm
-        problems = find_problems(found, [], [], vocab_size=vocab_size)
+        problems = find_problems(found, [], [], RunSizes(vocab_size=vocab_size))
         return [each["text"] for each in problems if each["severity"] == "bad"]
 
     leapt = "the training loss is 588, 71 times that of earlier iterations (8.33)"
@@ -197,7 +197,7 @@ def test_loss_is_compared_with_a_guess_after_the_warmup():
     def severities(loss, records, warmup):
         rates = [min(1.0, at / warmup) for at in range(1, records + 1)]
         found = [{"iteration": at, "lm loss": loss, "learning_rate": rate} for at, rate in enumerate(rates, 1)]
-        return [each["severity"] for each in find_problems(found, [], [], vocab_size=1000)]
+        return [each["severity"] for each in find_problems(found, [], [], RunSizes(vocab_size=1000))]
 
     guess = 6.91
     assert severities(guess + 0.2, 40, 50) == severities(guess + 0.2, 10, 1) == severities(guess, 100, 1) == ["ok"]

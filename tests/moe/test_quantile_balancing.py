@@ -14,7 +14,7 @@ from moe_trainer.moe.balancing import reset_iteration, update_biases
 from moe_trainer.moe.selections.quantile_balancing import choose_and_estimate
 from moe_trainer.moe.selections.topk import score_topk
 from moe_trainer.parallel.state import ParallelState
-from moe_trainer.training.context import TrainState
+from moe_trainer.training.run import TrainState
 from moe_trainer.training.step import train_step
 
 ON = {"moe_router_load_balancing_type": "quantile_balancing", "moe_aux_loss_coeff": 0.0}

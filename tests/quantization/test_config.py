@@ -19,8 +19,8 @@ from moe_trainer.quantization.config import QuantizationConfig, get_recipe
 from moe_trainer.quantization.gemms import QuantizedGemms
 from moe_trainer.quantization.iteration import begin_iteration, iter_quantized_gemms, scaling_state, update_scales
 from moe_trainer.quantization.recipe import DelayedScaling
-from moe_trainer.training.context import TrainState
 from moe_trainer.training.rerun import with_rewindable_batches
+from moe_trainer.training.run import TrainState
 from moe_trainer.training.step import train_step
 
 ONE_MICROBATCH = "--global-batch-size 2"

@@ -15,7 +15,7 @@ import arguments
 from moe_trainer.launch_env import LaunchEnv
 from moe_trainer.resilience.rejection import ResultRejectedError
 from moe_trainer.training import fault_localization, initialize, pretrain, resume
-from moe_trainer.training.context import TrainRun
+from moe_trainer.training.run import TrainRun
 
 
 @dataclass(frozen=True)

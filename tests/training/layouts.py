@@ -13,8 +13,8 @@ from datetime import timedelta
 from arguments import parse_args
 from moe_trainer.launch_env import LaunchEnv
 from moe_trainer.parallel.state import ParallelState
-from moe_trainer.training.context import TrainRun
 from moe_trainer.training.initialize import make_groups
+from moe_trainer.training.run import TrainRun
 from moe_trainer.verification import training_trace
 from moe_trainer.verification.compare_runs import FP32, Tolerances, compare
 from moe_trainer.verification.training_trace import TrainingTrace

@@ -7,7 +7,7 @@ from training.layouts import create_groups, make_run
 
 from moe_trainer.checkpoint.manager import load, save
 from moe_trainer.checkpoint.options import CheckpointState, LoadOptions, SaveOptions
-from moe_trainer.training.context import TrainRun, TrainState
+from moe_trainer.training.run import TrainRun, TrainState
 from moe_trainer.training.step import train_step
 
 Steps = list[tuple[dict[str, float], float]]

@@ -9,7 +9,7 @@ from training.layouts import SEQ, VOCAB, assert_equal, create_groups
 from training.test_packed_sequences_agree import GQA, MLA, make_packed_argv
 
 from arguments import parse_args
-from moe_trainer.data.packing import PackingPlanner
+from moe_trainer.data.packing import PackFormat, PackingPlanner
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.verification import training_trace
 from moe_trainer.verification.synthetic_data import PackLayout, VaryingTokenDataset
@@ -57,7 +57,8 @@ def make_case(kind, flags, ranks):
     sharing = ranks // (2 if "--tensor" in flags or "--pipeline" in flags else 1)
     ranked = [*argv, *DYNAMIC, "--max-seqlen-per-dp-cp-rank", str(CAPACITY[sharing]), *more]
     args = parse_args(ranked, ranks)
-    return argv, ranked, PackLayout.of(args, sharing // args.parallel.context_parallel_size, 2 if layers else 1)
+    num_data_ranks = sharing // args.parallel.context_parallel_size
+    return argv, ranked, PackLayout(PackFormat.from_args(args), num_data_ranks, 2 if layers else 1)
 
 
 def train_cases(rank, n):

@@ -19,8 +19,8 @@ from moe_trainer.metrics.evaluation_summary import EvaluationResult
 from moe_trainer.ops.packed_sequences import PackedSequences
 from moe_trainer.parallel.state import Group, ParallelState
 from moe_trainer.training import evaluate as evaluation
-from moe_trainer.training.context import TrainState
 from moe_trainer.training.evaluate import _ByteCount
+from moe_trainer.training.run import TrainState
 
 SETS = ("validation", "test", "validation-a", "validation-b", "test-a", "test-b")
 

@@ -12,7 +12,7 @@ from moe_trainer.checkpoint.manager import load
 from moe_trainer.checkpoint.options import LoadOptions
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.quantization.iteration import iter_quantized_gemms
-from moe_trainer.training.context import TrainState
+from moe_trainer.training.run import TrainState
 from moe_trainer.training.step import train_step
 
 FP8 = "--fp8-format hybrid --fp8-amax-history-len 3 --fp8-amax-compute-algo max --first-last-layers-bf16 --num-layers-at-end-in-bf16 0".split()

@@ -22,7 +22,7 @@ from moe_trainer.optim.quantized_params import SingleCopyParams
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.params import is_quantized_param
 from moe_trainer.quantization.quantize import quantize
-from moe_trainer.training.context import TrainState
+from moe_trainer.training.run import TrainState
 from moe_trainer.training.step import run_microbatches, train_step
 
 GATHER = "--fp8-param-gather"

@@ -4,7 +4,7 @@ import pytest
 from harness import run_ranks
 from training.layouts import create_groups, make_argv, make_run
 
-from moe_trainer.training.context import TrainState
+from moe_trainer.training.run import TrainState
 from moe_trainer.training.step import train_step
 from scripts.bench_precision import BATCH, HELD_OUT, RECIPES, read_text_bytes, train
 

@@ -9,8 +9,8 @@ from training.tiny import MOCK, TINY
 from arguments import parse_args
 from moe_trainer.launch_env import LaunchEnv
 from moe_trainer.parallel.state import ParallelState
-from moe_trainer.training.context import FrozenRun, TrainState, with_batches
 from moe_trainer.training.initialize import Runtime
+from moe_trainer.training.run import FrozenRun, TrainState, with_batches
 from moe_trainer.training.setup import build_run
 from moe_trainer.training.step import frozen_step
 from moe_trainer.verification.synthetic_data import draw_batches, make_null_tokenizer

@@ -6,7 +6,7 @@ from harness import run_ranks
 from training.layouts import create_groups, make_argv, make_run
 
 from moe_trainer.parallel.params import get_param_info
-from moe_trainer.training.context import TrainState
+from moe_trainer.training.run import TrainState
 from moe_trainer.training.step import train_step
 
 FSDP = "--use-megatron-fsdp --ckpt-format fsdp_dtensor --bf16 --clip-grad 0 --data-parallel-sharding-strategy"

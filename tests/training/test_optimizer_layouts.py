@@ -12,7 +12,7 @@ from training.agreement import Row, check_rows
 from training.layouts import create_groups, make_argv, make_run, shallow
 from training.resuming import assert_alike, run_steps
 
-from moe_trainer.training.context import TrainState
+from moe_trainer.training.run import TrainState
 from moe_trainer.training.step import train_step
 
 SMALL = "--overlap-grad-reduce --ddp-bucket-size 3000"

@@ -4,7 +4,7 @@ import pytest
 from harness import run_ranks
 from training.layouts import compare, create_groups, make_argv, make_run, shallow, train_ranks
 
-from moe_trainer.training.context import TrainState
+from moe_trainer.training.run import TrainState
 from moe_trainer.training.step import train_step
 
 EP2 = ["--expert-model-parallel-size", "2", "--moe-token-dispatcher-type", "alltoall", "--bf16"]

@@ -238,7 +238,7 @@ def test_padded_samples_have_experts_for_their_own_tokens(model):
     args, (chunk,) = model
     experts = {4: draw_experts(8, 3, 0), 7: draw_experts(5, 3, 1)}
     replay, tokens = RoutingReplay(args, [chunk], experts), torch.zeros(2, 8, dtype=torch.int64)
-    replay.begin_microbatch(chunk, 0, Batch(tokens, tokens, tokens, tokens, lengths=(8, 5), samples=(4, 7)))
+    replay.begin_microbatch(chunk, 0, Batch(tokens, tokens, tokens, tokens, lengths=(8, 5), sample_numbers=(4, 7)))
     for layer, router in enumerate(layer.router for layer in chunk.moe_layers()):
         given = router.given_TK.unflatten(0, (8, 2))
         assert torch.equal(given[:, 0], torch.from_numpy(experts[4][:, layer]).long())
@@ -308,7 +308,7 @@ def test_arrays_of_a_wrong_shape_are_refused_before_they_are_read(model, tmp_pat
     tokens = torch.zeros(1, 8, dtype=torch.int64)
     replay = RoutingReplay(args, [chunk], SampleFolder(tmp_path))
     with pytest.raises(UserError, match=problem):
-        replay.begin_microbatch(chunk, 0, Batch(tokens, tokens, tokens, tokens, samples=(0,)))
+        replay.begin_microbatch(chunk, 0, Batch(tokens, tokens, tokens, tokens, sample_numbers=(0,)))
 
 
 def truncate(path):

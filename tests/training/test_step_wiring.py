@@ -20,7 +20,7 @@ from moe_trainer.model.build import build_chunks
 from moe_trainer.model.sequence_borders import SequenceBorders
 from moe_trainer.model.weights import export_named_weights
 from moe_trainer.parallel.state import ParallelState
-from moe_trainer.training.context import TrainState
+from moe_trainer.training.run import TrainState
 from moe_trainer.training.step import train_step
 
 PLAIN = ["--moe-aux-loss-coeff", "0", "--clip-grad", "0"]

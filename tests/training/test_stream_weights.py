@@ -16,7 +16,7 @@ import arguments
 from moe_trainer.model.build import build_chunks
 from moe_trainer.model.weights import load_named_weights
 from moe_trainer.parallel.state import ParallelState
-from moe_trainer.training.stream_weights import SHARED_MEMORY, WeightStream, find_folder
+from moe_trainer.training.stream_weights import SHARED_MEMORY, SnapshotStream, WeightStream, find_folder
 from scripts import follow_weights
 
 transformers = pytest.importorskip("transformers")
@@ -70,7 +70,7 @@ def test_snapshots_of_an_earlier_run_are_withdrawn(tmp_path):
     chunks = build_chunks(args, ParallelState.single(), 128, torch.device("cpu"))
     WeightStream(args, chunks, ParallelState.single(), 128)
     assert (tmp_path / "latest.json").exists()
-    WeightStream(args, chunks, ParallelState.single(), 128, target=str(tmp_path))
+    SnapshotStream(str(tmp_path), args, chunks, ParallelState.single(), 128)
     assert not (tmp_path / "latest.json").exists()
 
 

@@ -3,7 +3,9 @@
 import pytest
 
 from arguments import parse_args
+from moe_trainer.data.packing import PackFormat
 from moe_trainer.estimate.length_histogram import LengthHistogram
+from moe_trainer.estimate.parameters import planned_vocab_size
 from moe_trainer.verification.executed_packs import ExecutedPacks
 
 FLAGS = (
@@ -19,7 +21,7 @@ LONG_TAIL = LengthHistogram.of({9: 44, 13: 36, 33: 10, 65: 6})  # ids: one more 
 
 def executed(flags, histogram=LONG_TAIL, size=8):
     args = parse_args([*FLAGS, *flags], size)
-    return args, ExecutedPacks.of(args, size, histogram)
+    return args, ExecutedPacks.of(args, PackFormat.from_args(args), planned_vocab_size(args)[0], size, histogram)
 
 
 @pytest.mark.parametrize("flags", [FIXED, DYNAMIC])

@@ -52,13 +52,13 @@ class Encoded(NamedTuple):
     Attributes:
         values: E4M3 [N, K], or bytes [N, K / 2].
         scales: fp32 [ceil(N / 128), ceil(K / 128)], or bytes (E8M0) or E4M3 [N, B].
-        factor: fp32 scalar that maps the largest weight to the largest product of value and scale; NVFP4 only.
+        factor: fp32 scalar that maps the largest weight to the largest product of value and scale; 1 except in NVFP4.
         error, size: sums of squares, of the rounding errors and of the weights.
     """
 
     values: Tensor
     scales: Tensor
-    factor: Tensor | None
+    factor: Tensor
     error: float
     size: float
 
@@ -73,7 +73,7 @@ def encode(weight_NK: Tensor, scaling: Scaling, largest: Tensor | None = None) -
         ValueError: if a weight is not finite.
     """
     largest = compute_amax(weight_NK) if largest is None else largest
-    factor = tensor_scale(largest, E2M1) if scaling.scales == TWO_LEVEL else None
+    factor = tensor_scale(largest, E2M1) if scaling.scales == TWO_LEVEL else torch.ones(())
     values, scales, error, size = [], [], 0.0, 0.0
     for rows in _portions(weight_NK):
         x = weight_NK[rows].float()
@@ -85,7 +85,7 @@ def encode(weight_NK: Tensor, scaling: Scaling, largest: Tensor | None = None) -
         inverse = quantized.inverse
         if scaling.scales == POWER_OF_TWO:
             inverse = inverse.to(torch.float8_e8m0fnu).view(torch.uint8)
-        elif factor is not None:
+        elif scaling.scales == TWO_LEVEL:
             inverse = round_nearest(inverse * factor, E4M3).to(torch.float8_e4m3fn)
         values.append(
             quantized.values.to(torch.float8_e4m3fn)

@@ -9,6 +9,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -75,30 +76,62 @@ def yarn_length(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"max_position_embeddings": reached}
 
 
+@dataclass(frozen=True)
+class Vocabulary:
+    """Which rows of the embedding are written: by default those before the padding of the vocabulary.
+
+    Attributes:
+        rows: how many, None for that default.
+        keep_padding: all of them.
+        tokens: of the tokenizer, None if unknown.
+    """
+
+    rows: int | None = None
+    keep_padding: bool = False
+    tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class ExportFormat:
+    """In which format weights are written.
+
+    Attributes:
+        dtype: None for that of the checkpoint.
+        quantize: one of quantized_export.FORMATS for the weights that it is for.
+    """
+
+    dtype: torch.dtype | None = None
+    quantize: str | None = None
+
+
+@dataclass(frozen=True)
+class TokenizerParts:
+    """What a folder has of its tokenizer: keys of config.json, and the folder whose files are copied."""
+
+    config: Mapping[str, Any] = field(default_factory=dict)
+    folder: Path | None = None
+
+
+_DEFAULT_VOCABULARY, _SAME_FORMAT, _NO_TOKENIZER = Vocabulary(), ExportFormat(), TokenizerParts()
+
+
 def plan_hf_folder(
     folder: Path,
     target: Path,
     most: int,
     kind: str | None = None,
-    rows: int | None = None,
-    dtype: torch.dtype | None = None,
-    extra: Mapping[str, Any] | None = None,
-    tokenizer: Path | None = None,
     families: Families = FAMILIES,
-    quantize: str | None = None,
-    tokens: int | None = None,
-    keep_padding: bool = False,
+    vocabulary: Vocabulary = _DEFAULT_VOCABULARY,
+    export_format: ExportFormat = _SAME_FORMAT,
+    tokenizer: TokenizerParts = _NO_TOKENIZER,
     drop_mtp: bool = False,
 ) -> ConversionJob:
     """Plan the weights of a native checkpoint folder as a Hugging Face folder with files of at most `most` bytes.
 
     Low-rank adapters are merged into the weights.
 
-    `kind`: the model type, by default the first that can express the model. `dtype`: that of the checkpoint by default.
-    `rows` of the embedding: by default those before the padding of the vocabulary, with `keep_padding` all. `tokens`:
-    of the tokenizer. `extra`: further keys of config.json. `tokenizer`: folder whose tokenizer files are copied.
-    `quantize`: one of quantized_export.FORMATS. `families`: those that can be written. `drop_mtp`: leave out the layers
-    of multi-token prediction.
+    `kind`: the model type, by default the first of `families` that can express the model. `drop_mtp`: leave out the
+    layers of multi-token prediction.
 
     Raises:
         CheckpointError: naming what is missing, unexpected or of another shape, or flags that no model type supports.
@@ -116,17 +149,18 @@ def plan_hf_folder(
     embedding = tensors.get("embedding.word_embeddings.weight")
     if embedding is None:
         raise CheckpointError(f"{folder} has no embedding.word_embeddings.weight")
-    stored = embedding.shape[0]
+    stored, rows, dtype = embedding.shape[0], vocabulary.rows, export_format.dtype
     if rows is not None and not 0 < rows <= stored:
         raise CheckpointError(f"--vocab-size {rows}: the embedding has {stored} rows")
-    if rows is None and not keep_padding:
-        rows = rows_of_vocabulary(state.args, stored, tokens)
+    if rows is None and not vocabulary.keep_padding:
+        rows = rows_of_vocabulary(state.args, stored, vocabulary.tokens)
     flags = (without_mtp(state.args) if drop_mtp else dict(state.args)) | {"rows": stored}
     family, config = write_config(flags, rows or stored, kind, families)
     config |= yarn_length(config)
     mappings = tensor_mappings(family.names, flags)
     _check_native(mappings, tensors)
     cut = rows if rows not in (None, stored) else None
+    quantize = export_format.quantize
     quantized = None if quantize is None else plan_quantization(quantize, family.name, mappings)
     read = adapters.merged(partial(read_logical, folder, index))
     items = _plan_items(read, mappings, tensors, family.names, flags, cut, dtype, quantized)
@@ -136,7 +170,7 @@ def plan_hf_folder(
         logger.info("  %s", note)
     config |= (
         {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-        | dict(extra or {})
+        | dict(tokenizer.config)
         | {"torch_dtype": words, **family.auto_map}
     )
     if quantized is not None:
@@ -154,7 +188,7 @@ def plan_hf_folder(
         _finish_folder,
         config=config,
         num_bytes=sum(item.num_bytes for item in items),
-        copied=(*(() if tokenizer is None else tokenizer_files(tokenizer)), *family.code_files),
+        copied=(*(() if tokenizer.folder is None else tokenizer_files(tokenizer.folder)), *family.code_files),
         is_sentencepiece=flags.get("tokenizer_type") in _SENTENCEPIECE,
         quantized=quantized,
     )

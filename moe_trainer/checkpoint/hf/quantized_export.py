@@ -134,7 +134,6 @@ class QuantizedExport:
     def _select(self, encoded: Encoded, native: str, name: str) -> Tensor:
         """Return what is stored as `name`, and add the error when the values are."""
         if name.endswith(DIVISOR):
-            assert encoded.factor is not None
             return encoded.factor
         if name.endswith((GROUP_SCALE, SCALE, BLOCK_SCALES)):
             return encoded.scales

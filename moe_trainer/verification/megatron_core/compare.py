@@ -137,7 +137,7 @@ def _outputs(network: nn.Module) -> Iterator[dict[str, Any]]:
 
 def _logged_losses(network: nn.Module) -> dict[str, Tensor]:
     """Return balancing losses and that of multi-token prediction, without those that are zero."""
-    sums = [module.loss_sums for module in network.modules() if hasattr(module, "loss_sums")]
+    sums = [module.get_buffer("loss_sums") for module in network.modules() if hasattr(module, "loss_sums")]
     totals = torch.stack(sums).double().sum(0) if sums else torch.zeros(len(LOSS_NAMES))
     losses = {name: total for name, total in zip(LOSS_NAMES, totals) if total}
     mtp_losses = getattr(network, "mtp_losses", None)
@@ -171,7 +171,7 @@ def _gradient_row(network: nn.Module, megatron: nn.Module) -> ComparedRow:
         mine = take(gradients, name)
         if (mine is None) != (each.grad is None):
             raise ValueError(f"one model only has a gradient of {name}")
-        if mine is not None:
+        if mine is not None and each.grad is not None:
             pairs.append((name, mine, each.grad))
     return _largest("gradients", pairs)
 

@@ -7,7 +7,7 @@ model and optimizer. That is what makes a resumed run bitwise equal to one that 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -43,7 +43,7 @@ from moe_trainer.training.initialize import Runtime
 from moe_trainer.training.routing_replay import RoutingReplay
 
 if TYPE_CHECKING:  # it converts to Hugging Face names
-    from moe_trainer.training.stream_weights import WeightStream
+    from moe_trainer.training.stream_weights import SnapshotStream
 
 
 @dataclass
@@ -84,6 +84,8 @@ class Inputs:
         cycle: how --dataloader-type cyclic shuffles the training samples.
         packing: plans of the training batches, of samples of different lengths; None for equal ones.
         text_stream: what yields `train_batches` with --dataloader-type external.
+        sample_numbers: returns the indices of the training samples that follow a number of consumed ones, in the order
+            of the global batch, of a number of microbatches of every rank.
     """
 
     datasets: Datasets = Datasets(None, (), (), None)
@@ -93,6 +95,7 @@ class Inputs:
     cycle: Cycle | None = None
     packing: PackingPlanner | None = None
     text_stream: StreamLoader | None = None
+    sample_numbers: Callable[[int, int], list[int]] = lambda consumed, num_microbatches: []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +112,7 @@ class Outputs:
     metrics: MetricsLogger | None = None
     tasks: TaskEvaluation | None = None
     completer: PromptCompleter | None = None
-    weight_stream: WeightStream | None = None
+    weight_stream: SnapshotStream | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
