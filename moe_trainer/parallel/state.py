@@ -5,7 +5,7 @@ has no communicator. Groups with the same kind of traffic ("lane") and the same 
 do, so that a small all-reduce does not queue behind overlapped gradient reductions.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import Any
@@ -238,8 +238,7 @@ class _GroupFactory:
         self.options: dict[str, Any] = {"backend": backend, "timeout": timeout}
         self.handles: dict[tuple[str, tuple[int, ...]], ProcessGroup | None] = {}
 
-    def make(self, name: str, partition: Iterable[tuple[int, ...]], lane: str) -> Group:
-        group = None
+    def make(self, name: str, partition: Sequence[tuple[int, ...]], lane: str) -> Group:
         for ranks in partition:
             if len(ranks) > 1 and (lane, ranks) not in self.handles:
                 nccl = self.nccl.get((lane, ranks))
@@ -247,11 +246,9 @@ class _GroupFactory:
                 self.handles[lane, ranks] = dist.new_group(
                     list(ranks), group_desc=f"{lane}: {name}", pg_options=options, **self.options
                 )
-            if self.rank in ranks:
-                handle = self.handles.get((lane, ranks))
-                group = Group(name, ranks, ranks.index(self.rank), len(ranks), handle, self.trace)
-        assert group is not None, f"rank {self.rank} is in no {name} group"
-        return group
+        (ranks,) = (each for each in partition if self.rank in each)
+        handle = self.handles.get((lane, ranks))
+        return Group(name, ranks, ranks.index(self.rank), len(ranks), handle, self.trace)
 
     def _is_nccl(self) -> bool:
         return "nccl" in (self.options["backend"] or dist.get_backend())
