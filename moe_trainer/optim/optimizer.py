@@ -19,9 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from arguments.optimizer import OptimizerArgs
-from arguments.parallel import ParallelArgs
-from arguments.precision import PrecisionArgs
+from arguments import Arguments
 from moe_trainer.ops.fused_library import FusedLibrary
 from moe_trainer.optim.buckets import Bucket
 from moe_trainer.optim.clip import clip_factor, square_sum, sum_over_ranks, zero_count
@@ -76,9 +74,6 @@ class Optimizer:
 
     Args:
         device: of the model; a rank without parameters also takes part in sums over all ranks.
-        check_for_nan: raise on non-finite gradients; otherwise skip the iteration
-            (--no-check-for-nan-in-loss-and-grad).
-        count_zeros: report the number of zeros in gradients (--log-num-zeros-in-grad).
         timer: returns a context manager for a Megatron timer name.
         library: whose kernels compute norms and updates on the device; None: torch's.
     """
@@ -87,20 +82,18 @@ class Optimizer:
         self,
         chunks: Sequence[nn.Module],
         grads: DataParallelGrads | FsdpGrads,
-        settings: OptimizerArgs,
-        precision: PrecisionArgs,
-        parallel: ParallelArgs,
+        args: Arguments,
         ps: ParallelState,
         *,
         device: torch.device = torch.device("cpu"),
-        check_for_nan: bool = True,
-        count_zeros: bool = False,
         timer: NamedTimer = _no_timer,
         library: FusedLibrary | None = None,
     ):
+        settings, precision, parallel = args.optimizer, args.precision, args.parallel
         self._grads, self._settings, self._device, self._world = grads, settings, device, ps.world
-        self._check_for_nan, self._count_zeros, self._timer = check_for_nan, count_zeros, timer
-        self._library = library
+        self._check_for_nan = args.training.check_for_nan_in_loss_and_grad
+        self._count_zeros = args.output.log_num_zeros_in_grad
+        self._timer, self._library = timer, library
         main_format = None if parallel.has_fp32_main_params(precision.params_dtype_name) else "model"
         self._gather_timer: NamedTimer = _no_timer
         self._scaler, plan = build_loss_scale(precision), plan_state(settings, main_format=main_format)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, distributed_c10d
 
+from moe_trainer.parallel.grid import LAYOUT_SIZES, make_layout
 from moe_trainer.parallel.groups import DYNAMIC_CP, DYNAMIC_TP_CP, plan_groups
 from moe_trainer.parallel.nccl_options import Options, make_options
 from moe_trainer.parallel.trace import Trace, TracedWork
@@ -194,12 +195,13 @@ class ParallelState:
             backend: default: that of the default group.
             timeout: default: torch's default (NOTE: not that of the default group).
             nccl: options of communicators, if they are NCCL's.
-            sizes: see groups.plan_groups.
+            sizes: see grid.make_layout and groups.plan_groups.
 
         Raises:
-            ValueError: see grid.make_layout.
+            ValueError: see grid.make_layout and groups.plan_groups.
         """
-        plans = plan_groups(world_size, **sizes)
+        axes = {name: sizes.pop(name) for name in LAYOUT_SIZES if name in sizes}
+        plans = plan_groups(make_layout(world_size, **axes), **sizes)
         factory = _GroupFactory(rank, backend, timeout, _options_of_communicators(plans, nccl or {}))
         handle = dist.group.WORLD if world_size > 1 else None
         world = Group("world", tuple(range(world_size)), rank, world_size, handle, factory.trace)

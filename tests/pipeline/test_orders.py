@@ -209,7 +209,7 @@ def test_directions_do_not_wait_for_each_other(name):
                 carried.setdefault((rank, which), set()).add(message.is_send if pp == 2 else message.action.kind)
                 if message.is_send:
                     other, action = target(rank, message.action, pp, chunks)
-                    assert channel(other, Message(action, False), pp) == which
+                    assert channel(other, Message(action, False, rank), pp) == which
     assert len(carried) == 2 * pp and all(len(kinds) == 1 for kinds in carried.values())
 
 
