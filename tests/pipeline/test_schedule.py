@@ -163,11 +163,12 @@ def test_output_is_freed_after_it_is_sent():
     assert run_ranks(_outputs_are_freed, 3)[0] == 1
 
 
-def make_schedule():
-    return Schedule(ScheduleKind(), Group.single("pp"), CPU)
+def make_schedule(pairs=False):
+    return Schedule(ScheduleKind(pairs=pairs), Group.single("pp"), CPU)
 
 
-def test_one_rank_gradients_equal_the_mean_over_microbatches():
+@pytest.mark.parametrize("pairs", [False, True])
+def test_one_rank_gradients_equal_the_mean_over_microbatches(pairs):
     model, plain = Toy(), Toy()
     grads, _ = build_training(model)
     grads.zero()
@@ -177,7 +178,7 @@ def test_one_rank_gradients_equal_the_mean_over_microbatches():
         loss = compute_loss(model, 3 + microbatch)
         return loss, microbatch
 
-    results = make_schedule().run(
+    results = make_schedule(pairs).run(
         ScheduleInputs(forward_step, 3, input_spec, grad_scale=1 / 3, accumulate=grads.accumulate)
     )
     grads.finish()
