@@ -145,7 +145,8 @@ def simulate_rendezvous(programs, pp, chunks, batched, channels=1):
                 if isinstance(step, P2PBatch):
                     leaving[rank] = [ident(rank, a, True) for a in sends(step)]
                     messages = [
-                        (channel(rank, message, pp) % channels, ident(rank, *message)) for message in step.messages
+                        (channel(rank, message, pp) % channels, ident(rank, message.action, message.is_send))
+                        for message in step.messages
                     ]
                     for which, together in (
                         [(0, {message for _, message in messages})]
