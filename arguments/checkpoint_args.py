@@ -36,6 +36,8 @@ CAPACITY = _restored("capacity")
 DATA = _restored("data")
 TOKENIZER = _restored("tokenizer")
 MAPPING = _restored("mapping")
+STAGES = tuple(dest for dest in MAPPING if not dest.endswith("_parallel_size"))
+"""Flags that place layers on pipeline stages."""
 MUP = tuple(dest for dest in TO_EVALUATE if dest.startswith(("use_mup", "mup_")))
 """Part of the model too, but Megatron-LM takes them from the command line only."""
 

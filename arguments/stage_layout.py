@@ -140,13 +140,8 @@ def embedding_stages(layouts: Sequence[Sequence[ChunkLayout]], tied: bool) -> tu
     )
 
 
-def parallel_sizes(args: Arguments) -> dict[str, Any]:
-    """Return the arguments of parallel/groups.py: plan_groups for a run.
-
-    Raises:
-        ValueError: if the flags give no layout.
-    """
-    parallel = args.parallel
+def grid_sizes(parallel: ParallelArgs) -> dict[str, Any]:
+    """Return the arguments of parallel/grid.py: make_layout for a run."""
     return dict(
         tp=parallel.tensor_model_parallel_size,
         cp=parallel.context_parallel_size,
@@ -154,6 +149,17 @@ def parallel_sizes(args: Arguments) -> dict[str, Any]:
         ep=parallel.expert_model_parallel_size,
         etp=parallel.etp_size,
         order="tp-cp-ep-pp-dp" if parallel.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
+    )
+
+
+def group_options(args: Arguments) -> dict[str, Any]:
+    """Return the arguments of parallel/groups.py: plan_groups for a run.
+
+    Raises:
+        ValueError: if the flags give no layout.
+    """
+    parallel = args.parallel
+    return dict(
         optimizer_instances=parallel.num_distributed_optimizer_instances,
         embedding_stages=embedding_stages(
             chunk_layouts(args.model, parallel), not args.model.untie_embeddings_and_output_weights
@@ -163,3 +169,8 @@ def parallel_sizes(args: Arguments) -> dict[str, Any]:
         ranks_per_node=args.moe.moe_hierarchical_domain_size if get_dispatcher(args.moe).groups_by_domain else None,
         dynamic_cp_sizes=args.dynamic_cp_sizes,
     )
+
+
+def parallel_sizes(args: Arguments) -> dict[str, Any]:
+    """Return both: the arguments of parallel/state.py: ParallelState.create."""
+    return grid_sizes(args.parallel) | group_options(args)

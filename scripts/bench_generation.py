@@ -25,6 +25,7 @@ from moe_trainer.model.build import build_chunks
 from moe_trainer.model.sequence_borders import SequenceBorders
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.parallel.state import ParallelState
+from moe_trainer.pipeline.orders import ScheduleKind
 from moe_trainer.pipeline.schedule import Schedule
 from scripts.bench_common import Report, make_parser, provenance_line
 
@@ -51,7 +52,7 @@ def make_model(flags: str) -> Model:
     """Build a model on one rank."""
     ps, cpu = ParallelState.single(), torch.device("cpu")
     chunks = build_chunks(parse_args(f"{MODEL} {flags}".split(), 1), ps, VOCAB_SIZE)
-    return Model(chunks, Schedule(None, ps.pp, 1, cpu), ps, cpu, 4096, VOCAB_SIZE)
+    return Model(chunks, Schedule(ScheduleKind(), ps.pp, cpu), ps, cpu, 4096, VOCAB_SIZE)
 
 
 def continue_by_full_passes(chunk: Transformer, prompts: torch.Tensor, new: int) -> list[list[int]]:

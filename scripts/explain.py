@@ -27,7 +27,7 @@ from arguments.parse import resolve_command_line
 from arguments.pasted_line import read_pasted_line
 from arguments.paths import local_path
 from arguments.report import get_world_size, table
-from arguments.stage_layout import ChunkLayout, chunk_layouts, parallel_sizes
+from arguments.stage_layout import ChunkLayout, chunk_layouts, grid_sizes, group_options
 from moe_trainer.checkpoint.recorded_flags import read_recorded_flags
 from moe_trainer.drawing.rank_grid import Axis, rank_grid
 from moe_trainer.drawing.report_page import Figure, write_report
@@ -98,13 +98,12 @@ def main(words: list[str]) -> int:
     if options.rank is not None and not 0 <= options.rank < world_size:
         parser.error(f"--rank {options.rank}: the ranks are 0 to {world_size - 1}")
     args = freeze(settings, world_size)
-    sizes = parallel_sizes(args)
-    layout = make_layout(world_size, **{name: sizes[name] for name in ("tp", "cp", "pp", "ep", "etp", "order")})
+    layout = make_layout(world_size, **grid_sizes(args.parallel))
     lines += [*grid_lines(layout), *stage_lines(args), *expert_lines(args, layout)]
     if options.rank is not None:
         lines += rank_lines(args, layout, options.rank)
     else:
-        lines.append(f"groups of {world_size} ranks:\n{group_table(plan_groups(world_size, **sizes))}")
+        lines.append(f"groups of {world_size} ranks:\n{group_table(plan_groups(layout, **group_options(args)))}")
     print("\n".join(lines))
     if options.report_html is not None:
         try:
@@ -214,7 +213,7 @@ def rank_lines(args: Arguments, layout: Layout, rank: int) -> Iterator[str]:
         yield f"  experts {_spans(range(first, first + num_local))} of every MoE layer above"
     groups_of_rank = {
         name: ([next(group for group in groups if rank in group)], lane)
-        for name, (groups, lane) in plan_groups(layout.dense.size, **parallel_sizes(args)).items()
+        for name, (groups, lane) in plan_groups(layout, **group_options(args)).items()
     }
     yield "  its groups:"
     yield group_table(groups_of_rank)

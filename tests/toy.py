@@ -3,9 +3,16 @@
 import torch
 from torch import nn
 
+from arguments import Arguments
+from arguments.data import DataArgs
+from arguments.model import ModelArgs
+from arguments.moe import MoEArgs
 from arguments.optimizer import OptimizerArgs
+from arguments.output import OutputArgs
 from arguments.parallel import ParallelArgs
 from arguments.precision import PrecisionArgs
+from arguments.training import TrainingArgs
+from moe_trainer.optim.buckets import plan_layouts
 from moe_trainer.optim.grad_buffer import DataParallelGrads
 from moe_trainer.optim.optimizer import Optimizer
 from moe_trainer.optim.param_groups import is_matrix
@@ -64,6 +71,20 @@ def compute_loss(model, seed, batch_size=8):
     return nn.functional.cross_entropy(model(tokens), labels)
 
 
+def make_arguments(parallel, precision, *, check_for_nan=True, count_zeros=False, **optimizer):
+    """Arguments of an optimizer; no rule has checked them."""
+    return Arguments(
+        ModelArgs(),
+        MoEArgs(),
+        parallel,
+        TrainingArgs(check_for_nan_in_loss_and_grad=check_for_nan),
+        OptimizerArgs(**optimizer),
+        precision,
+        DataArgs(),
+        OutputArgs(log_num_zeros_in_grad=count_zeros),
+    )
+
+
 def build_training(
     model,
     *,
@@ -78,28 +99,13 @@ def build_training(
 ):
     """Return (grads, optimizer) of a model; sections that are not given have their defaults."""
     parallel, precision, ps = parallel or ParallelArgs(), precision or PrecisionArgs(), ps or ParallelState.single()
+    args = make_arguments(parallel, precision, check_for_nan=check_for_nan, count_zeros=count_zeros, **optimizer)
+    layouts = plan_layouts(model.parameters(), ps, parallel, lambda param: is_matrix(param, args.optimizer))
+    main_grads = args.optimizer.main_grads_dtype
     grads = DataParallelGrads(
-        model.parameters(),
-        ps,
-        parallel,
-        precision,
-        per_token_loss=per_token_loss,
-        main_grads=optimizer.get("main_grads_dtype", "fp32"),
-        is_matrix=lambda param: is_matrix(param, OptimizerArgs(**optimizer)),
-        library=library,
+        layouts, ps, parallel, precision, per_token_loss=per_token_loss, main_grads=main_grads, library=library
     )
-    built = Optimizer(
-        [model],
-        grads,
-        OptimizerArgs(**optimizer),
-        precision,
-        parallel,
-        ps,
-        check_for_nan=check_for_nan,
-        count_zeros=count_zeros,
-        library=library,
-    )
-    return grads, built
+    return grads, Optimizer([model], grads, args, ps, library=library)
 
 
 def train_step(model, grads, optimizer, seeds, lr=0.1, weight_decay=0.1, decoupled_lr=None, **rates):

@@ -30,7 +30,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from arguments.checkpoint_args import STAGES
 from arguments.mtp import num_mtp_depths
+from arguments.parallel import ParallelArgs
 from arguments.stage_layout import ChunkLayout, chunk_layouts
 from moe_trainer.checkpoint import common_state, rank_memory
 from moe_trainer.checkpoint.errors import CheckpointError, DamagedError
@@ -49,11 +51,6 @@ _BUCKET = re.compile(
 _SCALARS = re.compile(r"^(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_0\.(optimizer|grad_scaler)/")
 _EMBEDDINGS = ("embedding.word_embeddings.weight", "embedding.position_embeddings.weight")
 _HEAD = "output_layer.weight"
-_LAYOUT_FLAGS = tuple(
-    "num_virtual_stages_per_pipeline_rank num_layers_per_virtual_pipeline_stage decoder_first_pipeline_num_layers "
-    "decoder_last_pipeline_num_layers pipeline_model_parallel_layout".split()
-)
-_LAYOUT_SWITCHES = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 
 
 @dataclass(frozen=True)
@@ -258,15 +255,13 @@ class _BufferLayout:
         scheme = KeyScheme.from_record(record)
         self._num_layers = scheme.num_layers
         model: Any = SimpleNamespace(num_layers=self._num_layers, num_mtp_depths=num_mtp_depths(record))
-        flags = {name: record.get(name) for name in _LAYOUT_FLAGS}
-        flags |= {name: bool(record.get(name)) for name in _LAYOUT_SWITCHES}
-        if not isinstance(flags["pipeline_model_parallel_layout"], (str, type(None))):
+        flags = {name: record[name] for name in STAGES if record.get(name) is not None}
+        if not isinstance(flags.get("pipeline_model_parallel_layout", ""), str):
             raise CheckpointError(
                 "its optimizer state is in buckets of stages whose --pipeline-model-parallel-layout the "
                 "checkpoint does not record as text"
             )
-        parallel: Any = SimpleNamespace(pipeline_model_parallel_size=self._sizes.pp, **flags)
-        self._chunks = chunk_layouts(model, parallel)
+        self._chunks = chunk_layouts(model, ParallelArgs(pipeline_model_parallel_size=self._sizes.pp, **flags))
         self._tensors = {
             tensor.name: tensor
             for tensor in logical_tensors(index)

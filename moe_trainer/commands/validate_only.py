@@ -16,12 +16,13 @@ from arguments.program import program_name
 from arguments.report import as_json, get_world_size, summary, table
 from arguments.rules.derived_sizes import derive_sizes
 from arguments.settings import ArgumentError, Settings, Violation
-from arguments.stage_layout import parallel_sizes
+from arguments.stage_layout import grid_sizes, group_options
 from moe_trainer.errors import require_packages
 from moe_trainer.estimate.dry_run import planned_memory
 from moe_trainer.estimate.parameters import params_report, planned_vocab_size
 from moe_trainer.estimate.static_memory import state_report
 from moe_trainer.exit_codes import ExitCode
+from moe_trainer.parallel.grid import make_layout
 from moe_trainer.parallel.groups import group_table, plan_groups
 from moe_trainer.pipeline.batch_sizes import deadlocking_batch_sizes
 
@@ -116,7 +117,8 @@ def _model(
 def _group_lines(args: Arguments, world_size: int | None) -> list[str]:
     if not world_size:
         return ["--print-groups: the number of ranks is not known (give --world-size)"]
-    return [f"groups of {world_size} ranks:", group_table(plan_groups(world_size, **parallel_sizes(args)))]
+    layout = make_layout(world_size, **grid_sizes(args.parallel))
+    return [f"groups of {world_size} ranks:", group_table(plan_groups(layout, **group_options(args)))]
 
 
 def _waiting_batches(settings: Settings, violations: list[Violation], world_size: int | None) -> list[Violation]:

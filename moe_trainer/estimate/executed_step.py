@@ -14,7 +14,7 @@ from arguments.layer_pattern import is_linear, layer_letter, moe_layer_pattern, 
 from arguments.mechanisms.dispatchers import ALLTOALL, get_dispatcher
 from arguments.mechanisms.formats import quantized_format
 from arguments.mechanisms.sublayers import variant_of
-from arguments.stage_layout import ChunkLayout, chunk_layouts, parallel_sizes
+from arguments.stage_layout import ChunkLayout, chunk_layouts, grid_sizes, parallel_sizes
 from arguments.vocabulary import padded_vocab_size_from_flags
 from moe_trainer.estimate.parameters import planned_vocab_size
 from moe_trainer.parallel.grid import make_layout
@@ -54,9 +54,8 @@ def stages_to_execute(args: Arguments) -> list[int]:
 
 
 def rank_of_stage(args: Arguments, world_size: int, stage: int) -> int:
-    sizes = parallel_sizes(args)
-    axes = {name: sizes[name] for name in ("tp", "cp", "pp", "ep", "etp", "order")}
-    return next(ranks for ranks in make_layout(world_size, **axes).groups("pp") if 0 in ranks)[stage]
+    layout = make_layout(world_size, **grid_sizes(args.parallel))
+    return next(ranks for ranks in layout.groups("pp") if 0 in ranks)[stage]
 
 
 def executed_args(args: Arguments, world_size: int, microbatches: int) -> Arguments:

@@ -59,7 +59,7 @@ from moe_trainer.estimate.state_bytes import StateBytes
 from moe_trainer.estimate.static_memory import stage_states
 from moe_trainer.ops.block_sizes import SPARSE_ELEMENTS_CUDA, SPARSE_QUERY_BLOCK_CUDA, expert_buffer_tokens
 from moe_trainer.ops.logit_chunks import logit_chunk_size
-from moe_trainer.pipeline.orders import make_orders
+from moe_trainer.pipeline.orders import ScheduleKind
 from moe_trainer.pipeline.simulate import BACKWARD, FORWARD, WEIGHT, Order, step_actions
 
 if TYPE_CHECKING:
@@ -319,16 +319,8 @@ def stage_orders(args: Arguments, num_microbatches: int) -> list[Order]:
     """Return the orders of actions of the schedule, by pipeline rank."""
     parallel = args.parallel
     num_chunks = len(chunk_layouts(args.model, parallel)[0])
-    kind = parallel.pipeline_schedule or ("1f1b" if num_chunks == 1 else "interleaved")
-    return make_orders(
-        kind,
-        parallel.pipeline_model_parallel_size,
-        num_chunks,
-        num_microbatches,
-        group_size=parallel.microbatch_group_size_per_vp_stage,
-        pairs=parallel.overlap_moe_expert_parallel_comm,
-        head_lag=parallel.wgrad_deferral_limit if parallel.has_deferred_head_wgrad else None,
-    )
+    kind = ScheduleKind.of_flags(parallel, num_chunks)
+    return kind.orders(parallel.pipeline_model_parallel_size, num_microbatches)
 
 
 def steady_state_microbatches(args: Arguments, num_microbatches: int) -> int:

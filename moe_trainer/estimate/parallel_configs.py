@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from arguments.checkpoint_args import STAGES
 from arguments.layer_pattern import moe_layer_pattern
 from arguments.mechanisms import formats
 from arguments.mechanisms.dispatchers import ALLTOALL, BACKENDS, SELECTING_FLAGS, Dispatcher
@@ -29,12 +30,6 @@ RECOMPUTE = frozenset(
     "recompute_granularity recompute_method recompute_num_layers recompute_modules recompute_activations "
     "checkpoint_activations moe_layer_recompute".split()
 )
-STAGES = frozenset(
-    "pipeline_model_parallel_layout num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank "
-    "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers account_for_embedding_in_pipeline_split "
-    "account_for_loss_in_pipeline_split".split()
-)
-"""Flags that place layers on pipeline stages; a layout on the command line takes precedence over those of a preset."""
 LAYOUT = frozenset((*STAGES, "pipeline_model_parallel_size", "microbatch_group_size_per_vp_stage"))
 REPLACED = (
     RECOMPUTE
@@ -102,7 +97,7 @@ class ParallelConfig:
         words: list[object] = ["--tensor-model-parallel-size", self.tp, "--context-parallel-size", self.cp]
         words += ["--pipeline-model-parallel-size", self.pp, "--expert-model-parallel-size", self.ep]
         words += ["--sequence-parallel"] if self.tp > 1 else []
-        words += ["--pipeline-model-parallel-layout", layout] if self.pp > 1 or preset & STAGES else []
+        words += ["--pipeline-model-parallel-layout", layout] if self.pp > 1 or not preset.isdisjoint(STAGES) else []
         if "pipeline_schedule" in preset:
             words += ["--pipeline-schedule", "interleaved" if self.vpp > 1 else "1f1b"]
         if "microbatch_group_size_per_vp_stage" in preset:

@@ -45,10 +45,9 @@ class AsyncHostReader:
                 x.record_stream(torch.cuda.current_stream(device))
             return host
 
-        host, copied = self._stream.run(copy, device)
+        host, copied = self._stream.run_on_device(copy, device)
 
         def values() -> list[int]:
-            assert copied is not None
             copied.synchronize()
             return host.flatten().tolist()
 

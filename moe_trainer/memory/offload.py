@@ -21,7 +21,6 @@ import contextlib
 import functools
 import math
 import weakref
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -62,74 +61,11 @@ class HostCopies:
         """Make the computation wait until a copy to the host is complete."""
 
 
-class StreamedCopies(HostCopies, ABC):
-    """Copies on one stream for each direction; without streams (on a CPU) they are synchronous.
-
-    A subclass allocates the destination and copies to it and back. With `waits_for_copies_back` a copy out waits for
-    earlier copies back, whose memory it may reuse.
-    """
-
-    waits_for_copies_back = False
-
-    def __init__(self, streams: "tuple[torch.cuda.Stream, torch.cuda.Stream] | None"):
-        """Store the streams for copies out and for copies back."""
-        self._streams = streams
-
-    @abstractmethod
-    def allocate(self, x: Tensor) -> Any:
-        """Allocate a destination for x."""
-
-    @abstractmethod
-    def copy_out(self, destination: Any, x: Tensor) -> None:
-        """Copy x to its destination."""
-
-    @abstractmethod
-    def copy_back(self, destination: Any) -> Tensor:
-        """Return a new tensor with the contents of a destination."""
-
-    def start_out(self, x: Tensor) -> tuple[Any, Any]:
-        destination = self.allocate(x)
-        if self._streams is None:
-            self.copy_out(destination, x)
-            return destination, None
-        out, back = self._streams
-        out.wait_stream(torch.cuda.current_stream(out.device))
-        if self.waits_for_copies_back:
-            out.wait_stream(back)
-        with torch.cuda.stream(out):
-            self.copy_out(destination, x)
-            x.record_stream(out)
-            return destination, out.record_event()
-
-    def start_back(self, host: Any, out: Any) -> tuple[Tensor, Any]:
-        if self._streams is None:
-            return self.copy_back(host), None
-        back = self._streams[1]
-        with torch.cuda.stream(back):
-            back.wait_event(out)
-            return self.copy_back(host), back.record_event()
-
-    def finish(self, x: Tensor, back: Any) -> None:
-        if self._streams is not None:
-            stream = torch.cuda.current_stream(x.device)
-            stream.wait_event(back)
-            x.record_stream(stream)
-
-    def limit(self, out: Any) -> None:
-        if self._streams is not None:
-            torch.cuda.current_stream(self._streams[0].device).wait_event(out)
-
-
-def make_copy_streams(device: torch.device) -> "tuple[torch.cuda.Stream, torch.cuda.Stream] | None":
-    """Create the streams for copies out and back; return None without CUDA."""
-    return (torch.cuda.Stream(device), torch.cuda.Stream(device)) if device.type == "cuda" else None
-
-
-class CudaCopies(StreamedCopies):
-    """Copies between a CUDA device and pinned memory."""
+class CudaCopies(HostCopies):
+    """Copies between a CUDA device and pinned memory, on one stream for each direction."""
 
     def __init__(self, device: torch.device):
-        super().__init__(make_copy_streams(device))
+        self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._device = device
         self._graph: GraphCopies | None = None
 
@@ -139,8 +75,7 @@ class CudaCopies(StreamedCopies):
 
     @contextlib.contextmanager
     def captured(self) -> Iterator["GraphCopies"]:
-        assert self._streams is not None
-        self._graph = GraphCopies(*self._streams)
+        self._graph = GraphCopies(self._out, self._back)
         with self._graph.forked():
             try:
                 yield self._graph
@@ -148,14 +83,28 @@ class CudaCopies(StreamedCopies):
                 self._graph = None
 
     def start_out(self, x: Tensor) -> tuple[Tensor, Any]:
-        return super().start_out(x) if self._graph is None else self._graph.start_out(x)
+        if self._graph is not None:
+            return self._graph.start_out(x)
+        host = torch.empty_like(x, device="cpu", pin_memory=True)
+        self._out.wait_stream(torch.cuda.current_stream(self._out.device))
+        with torch.cuda.stream(self._out):
+            host.copy_(x, non_blocking=True)
+            x.record_stream(self._out)
+            return host, self._out.record_event()
 
     def start_back(self, host: Tensor, out: Any) -> tuple[Tensor, Any]:
-        return super().start_back(host, out) if self._graph is None else self._graph.start_back(host, out)
+        if self._graph is not None:
+            return self._graph.start_back(host, out)
+        with torch.cuda.stream(self._back):
+            self._back.wait_event(out)
+            x = torch.empty_like(host, device=self._device).copy_(host, non_blocking=True)
+            return x, self._back.record_event()
 
     def finish(self, x: Tensor, back: Any) -> None:
         if self._graph is None:
-            super().finish(x, back)
+            stream = torch.cuda.current_stream(x.device)
+            stream.wait_event(back)
+            x.record_stream(stream)
         else:
             self._graph.wait(back)
 
@@ -163,16 +112,7 @@ class CudaCopies(StreamedCopies):
         if self._graph is not None:
             self._graph.wait(out)
         elif not isinstance(out, GraphEvent):
-            super().limit(out)
-
-    def allocate(self, x: Tensor) -> Tensor:
-        return torch.empty_like(x, device="cpu", pin_memory=True)
-
-    def copy_out(self, destination: Tensor, x: Tensor) -> None:
-        destination.copy_(x, non_blocking=True)
-
-    def copy_back(self, destination: Tensor) -> Tensor:
-        return torch.empty_like(destination, device=self._device).copy_(destination, non_blocking=True)
+            torch.cuda.current_stream(self._out.device).wait_event(out)
 
 
 class GraphEvent(NamedTuple):

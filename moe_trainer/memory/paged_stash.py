@@ -167,23 +167,19 @@ class StashedTensor:
 
     Attributes:
         shape: [C, ...], as it is stored; `saved_shape` is what the node saved.
+        restored: the tensor on the device, as it is stored, after `allocate`.
     """
+
+    restored: Tensor
 
     def __init__(self, group: "StashGroup", index: int, x: Tensor, saved_shape: torch.Size):
         self._group, self.index = group, index
         self.shape, self.dtype, self.device, self.saved_shape = x.shape, x.dtype, x.device, saved_shape
         self.copy: Tensor | None = None  # if it is not in pages
-        self._restored: Tensor | None = None
 
     def allocate(self) -> None:
         """Allocate the tensor that `restored` is, to be copied back into."""
-        self._restored = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-
-    @property
-    def restored(self) -> Tensor:
-        """The tensor on the device, as it is stored."""
-        assert self._restored is not None
-        return self._restored
+        self.restored = torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
     def get(self) -> Tensor:
         """Return the tensor."""

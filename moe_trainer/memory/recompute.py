@@ -41,7 +41,6 @@ class ReplayCache:
         """Create an empty cache; `stream` is the random generator that the region may use."""
         self._stream = stream
         self._values: list[Any] = []
-        self._first_rng_state: Tensor | None = None
         self._position = 0
         self._has_run = self.is_replaying = False
 
@@ -62,12 +61,11 @@ class ReplayCache:
             yield
             return
         before = generator.get_state()
+        first = self.cached(lambda: before)
         if not self.is_replaying:
-            self._first_rng_state = before
             yield
             return
-        assert self._first_rng_state is not None, "of the first pass"
-        generator.set_state(self._first_rng_state)
+        generator.set_state(first)
         try:
             yield
         finally:

@@ -23,8 +23,10 @@ class SideStream:
 
     def run(self, work: Callable[[], T], device: torch.device) -> tuple[T, "torch.cuda.Event | None"]:
         """Return what the work returns, and an event to wait for before it is read."""
-        if device.type != "cuda":
-            return work(), None
+        return self.run_on_device(work, device) if device.type == "cuda" else (work(), None)
+
+    def run_on_device(self, work: Callable[[], T], device: torch.device) -> "tuple[T, torch.cuda.Event]":
+        """Do what `run` does, on a CUDA device."""
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device, self._priority)
         stream = self._streams[device]

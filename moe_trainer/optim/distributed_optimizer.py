@@ -41,7 +41,10 @@ class GatherBuffer(NamedTuple):
 
 
 class ParamGather:
-    """All-gathers the model parameters of all buckets from the shards that the ranks have updated."""
+    """All-gathers the model parameters of all buckets from the shards that the ranks have updated.
+
+    Without buffers there is nothing to gather.
+    """
 
     def __init__(self, params: Sequence[GatherBuffer], chunks: Sequence[nn.Module], overlap: bool):
         """Sort the buckets in order of use.
@@ -49,7 +52,7 @@ class ParamGather:
         Args:
             chunks: modules whose forward waits for the gathers, with overlap.
         """
-        self.overlap = overlap
+        self.overlap = overlap and bool(params)
         self._buckets: list[tuple[GatherBuffer, Bucket]] = sorted(
             ((buffer, bucket) for buffer in params for bucket in buffer.layout.buckets),
             key=lambda entry: min(slot.position for slot in entry[1].slots),
@@ -58,7 +61,7 @@ class ParamGather:
         self.pending = 0  # launched gathers that have not been waited for
         self._launched = 0
         indices = {slot.param: index for index, (_, bucket) in enumerate(self._buckets) for slot in bucket.slots}
-        self._hooks = _ForwardHooks(chunks, indices, self) if overlap else None
+        self._hooks = _ForwardHooks(chunks, indices, self) if self.overlap else None
         self._defers = self._is_due = False
 
     def defer(self) -> None:

@@ -2,7 +2,7 @@
 
 import bisect
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -20,12 +20,28 @@ from moe_trainer.parallel.state import ParallelState
 from moe_trainer.quantization.mx_weight import MxWeight
 
 
+class FlatParams:
+    """Model parameters of a layout, in one flat buffer.
+
+    Args:
+        in_buffer: returns the buffer's range of a range of the flat state.
+    """
+
+    finish_gather = None
+
+    def __init__(self, flat: Tensor, in_buffer: Callable[[int, int], slice]):
+        self.gather_buffer, self._in_buffer = flat, in_buffer
+
+    def at(self, start: int, stop: int) -> Tensor:
+        """Return the elements of a range of the flat state; live."""
+        return self.gather_buffer[self._in_buffer(start, stop)]
+
+
 class FlatShard(OptimizerShard):
     """This rank's main parameters, main gradients and moments of one layout.
 
     Attributes:
-        model: flat buffer of all model parameters of the layout; None if the model stores them in fewer bits.
-        quantized: the parameters in fewer bits, if the model stores them so.
+        params: all model parameters of the layout, as the model stores them.
     """
 
     def __init__(self, buffer: GradBuffer, settings: OptimizerArgs, ps: ParallelState, main_format: str | None = None):
@@ -33,8 +49,7 @@ class FlatShard(OptimizerShard):
         self.layout: FlatLayout = buffer.layout
         self.has_whole_params, self.has_quantized_params = self.layout.has_whole_params, self.layout.is_quantized
         self.device = self.layout.device
-        self.model: Tensor | None = self.layout.flatten_params()
-        self.quantized: QuantizedParams | None = None
+        self.params: FlatParams | QuantizedParams = FlatParams(self.layout.flatten_params(), self._in_buffer)
         self.buffer = buffer
         ranges = [bucket.owned_range(self.layout.group, buffer.is_sharded) for bucket in self.layout.buckets]
         # per bucket, the owned range in the buffer and the same elements in the flat state
@@ -55,28 +70,21 @@ class FlatShard(OptimizerShard):
         self.sync_main_params(from_model=True)
         if self.has_quantized_params:
             is_mx = isinstance(next(iter(self.layout.slots)).stored_weight, MxWeight)
-            self.quantized = (
+            self.params = (
                 MxParams(self, self.layout, size, buffer.flat) if is_mx else SingleCopyParams(self, self.layout, size)
             )
-            self.model = None
 
     @property
     def gather_buffer(self) -> Tensor:
         """The stored model parameters of all ranks, flat: the buffer that data-parallel ranks gather."""
-        if self.quantized is not None:
-            return self.quantized.gather_buffer
-        assert self.model is not None
-        return self.model
+        return self.params.gather_buffer
 
     def model_at(self, start: int, stop: int) -> Tensor:
         """Return the model's elements of a range inside one bucket's owned range; live.
 
         Quantized parameters have such elements only while weights are loaded.
         """
-        if self.quantized is not None:
-            return self.quantized.loadable_at(start, stop)
-        assert self.model is not None
-        return self.model[self._in_buffer(start, stop)]
+        return self.params.at(start, stop)
 
     def grad_at(self, start: int, stop: int) -> Tensor:
         """Return the main gradients of a range inside one bucket's owned range, gaps included; live."""
@@ -84,7 +92,7 @@ class FlatShard(OptimizerShard):
 
     def write_to_model(self, start: int, stop: int, values: Tensor) -> None:
         """Write new values to the model; others are quantized later (`QuantizedParams.quantize_to_model`)."""
-        if self.quantized is None:
+        if isinstance(self.params, FlatParams):
             super().write_to_model(start, stop, values)
 
     def bucket_at(self, start: int) -> Bucket:

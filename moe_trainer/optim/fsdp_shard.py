@@ -40,8 +40,8 @@ MAX_OUTER_NUMEL = 1 << 26
 """Elements of one collective over the instances."""
 
 
-FinishedGradients = tuple[list[Tensor | None], dict[Parameter, Tensor]]
-"""Gradients of the parameters, and sums that are wider than these."""
+FinishedGradients = dict[Parameter, Tensor]
+"""Sums of all microbatches; they may be wider than the parameters."""
 
 
 class OuterSharding:
@@ -142,6 +142,7 @@ class FsdpGrads:
         )
         self.outer = OuterSharding(self.slots, ps, shards_outer)
         self._sums: dict[Parameter, Tensor] = {}
+        self._finished: FinishedGradients = {}
         self._has_sums = not sums_in_bf16 and any(param.dtype != torch.float32 for param in self.params)
 
     def close(self) -> None:
@@ -153,18 +154,18 @@ class FsdpGrads:
     def zero(self) -> None:
         """Start an iteration."""
         self._sums.clear()
+        self._finished = {}
         for param in self.params:
             param.grad = None
 
-    def gradient(self, param: Parameter) -> Tensor | None:
-        """Return the accumulated gradient of a parameter; None before the first backward."""
-        return self._sums.get(param, param.grad)
+    @property
+    def are_finished(self) -> bool:
+        """Whether this iteration's gradients are complete."""
+        return bool(self._finished)
 
     def view(self, slot: Slot) -> Tensor:
-        """Return the accumulated gradient of a shard, flat; live."""
-        grad = self.gradient(slot.param)
-        assert grad is not None
-        return shard_at(grad, slot.start)
+        """Return the gradient of a shard, flat, after finish(); live."""
+        return shard_at(self._finished[slot.param], slot.start)
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -178,7 +179,7 @@ class FsdpGrads:
         if self._sums_in_bf16:
             for slot in self.slots:
                 if slot.param.grad is not None and slot.param.dtype != torch.bfloat16:
-                    view = self.view(slot)
+                    view = shard_at(slot.param.grad, slot.start)
                     view.copy_(view.bfloat16())
         for param in self.params if self._has_sums else ():
             grad, param.grad = param.grad, None
@@ -193,23 +194,21 @@ class FsdpGrads:
     def finish(self) -> None:
         """Compute the mean. Every reduction is complete when its backward is."""
         for param in self.params:
-            if self.gradient(param) is None:
+            if param.grad is None and param not in self._sums:
                 param.grad = torch.zeros_like(param)
         self._end_microbatch()
+        self._finished = self._sums | {param: param.grad for param in self.params if param.grad is not None}
         self.outer.reduce_scatter(self.view)
         self.num_finished += 1
         self.scale(self._factor)
 
     def get_finished(self) -> FinishedGradients:
         """Return the tensors that the last finish(), in a captured CUDA graph, left the gradients in."""
-        return [param.grad for param in self.params], dict(self._sums)
+        return self._finished
 
     def mark_finished(self, finished: FinishedGradients) -> None:
         """Note that a replayed graph has computed the gradients in these tensors, as the captured finish() did."""
-        grads, sums = finished
-        for param, grad in zip(self.params, grads):
-            param.grad = grad
-        self._sums = dict(sums)
+        self._finished = finished
         self.num_finished += 1
 
     def owned_views(self) -> Iterator[tuple[Slot, Tensor]]:
@@ -229,9 +228,7 @@ class FsdpGrads:
         """Set every `main_grad` to the full gradient, after finish(). Collective over the ranks that shard it."""
         self.outer.all_gather(self.view)
         for param in self.params:
-            grad = self.gradient(param)
-            assert grad is not None
-            param.main_grad = full_tensor(grad)  # type: ignore[attr-defined]
+            param.main_grad = full_tensor(self._finished[param])  # type: ignore[attr-defined]
 
 
 class FsdpShard(OptimizerShard):
@@ -275,10 +272,10 @@ class FsdpShard(OptimizerShard):
         return _local_param(part)[start - part.offset : stop - part.offset]
 
     def grad_at(self, start: int, stop: int) -> Tensor:
-        """Return the current gradients of a range inside a param shard; empty before the first backward."""
-        part = self._part_at(start)
-        if self._grads.gradient(part.slot.param) is None:
+        """Return the gradients of a range inside a param shard; empty before the first finish()."""
+        if not self._grads.are_finished:
             return torch.empty(0, device=self.device)
+        part = self._part_at(start)
         first = part.start - part.slot.start - part.offset
         return self._grads.view(part.slot)[first + start : first + stop]
 

@@ -14,7 +14,7 @@ another order. docs/design/optimizer.md has more.
 import contextlib
 import fnmatch
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from arguments.parallel import ParallelArgs
 from arguments.precision import PrecisionArgs
 from moe_trainer.ops.fused_library import FusedLibrary
 from moe_trainer.ops.main_grad import MainGradSum, can_accumulate_gemm
-from moe_trainer.optim.buckets import Bucket, FlatLayout, Slot, plan_layouts
+from moe_trainer.optim.buckets import Bucket, FlatLayout, Slot
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.params import get_param_info
 from moe_trainer.parallel.state import Group, ParallelState
@@ -151,30 +151,23 @@ class DataParallelGrads:
 
     def __init__(
         self,
-        params: Iterable[Parameter],
+        layouts: Iterable[FlatLayout],
         ps: ParallelState,
         parallel: ParallelArgs,
         precision: PrecisionArgs,
         *,
         per_token_loss: bool,
         main_grads: str = "fp32",
-        is_matrix: Callable[[Parameter], bool] = lambda param: False,
-        separate: Collection[Parameter] = (),
         fused: bool = False,
         library: FusedLibrary | None = None,
     ):
         """Allocate the buffers and register hooks.
 
         Args:
-            params: in order of use.
+            layouts: of the parameters (`plan_layouts`).
             main_grads: --main-grads-dtype.
-            is_matrix: see plan_layouts.
-            separate: see plan_layouts.
             fused: GEMMs may add to the buffers (--gradient-accumulation-fusion).
             library: see MainGradSum.
-
-        Raises:
-            ValueError: a parameter has no ParamInfo.
         """
         self._library = library
         self.is_sharded = parallel.use_distributed_optimizer
@@ -187,7 +180,7 @@ class DataParallelGrads:
                 *_mean_factor(layout, ps, per_token_loss, parallel.ddp_average_in_collective),
                 sums_in_fp32=parallel.ddp_reduce_scatter_with_fp32_accumulation,
             )
-            for layout in plan_layouts(params, ps, parallel, is_matrix, separate)
+            for layout in layouts
         )
         self._order = sorted(
             (_PendingBucket(buffer, bucket) for buffer in self.buffers for bucket in buffer.layout.buckets),

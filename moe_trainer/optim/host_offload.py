@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from moe_trainer.optim.optimizer_shard import Segment
+from moe_trainer.optim.optimizer_shard import UpdateSegment
 
 _BUFFERS_PER_DIRECTION = 2
 
@@ -90,11 +90,11 @@ class HostUpdatePipeline:
         self._rings: dict[tuple[str, torch.dtype], _BufferRing] = {}
         self._max_numel = 0
 
-    def gradients(self, segments: Sequence[Segment]) -> Iterator[tuple[Segment, Tensor]]:
+    def gradients(self, segments: Sequence[UpdateSegment]) -> Iterator[tuple[UpdateSegment, Tensor]]:
         """Yield every segment with its gradients on the host, in their own dtype; valid until the next one."""
         self._max_numel = max((segment.stop - segment.start for segment in segments), default=0)
         self._copies.begin()
-        previous: tuple[Segment, Tensor, torch.cuda.Event | None] | None = None
+        previous: tuple[UpdateSegment, Tensor, torch.cuda.Event | None] | None = None
         for segment in segments:
             current = (segment, *self._fetch(segment))
             if not self._overlap:
@@ -120,7 +120,7 @@ class HostUpdatePipeline:
         """Let the device continue after all copies."""
         self._copies.end()
 
-    def _fetch(self, segment: Segment) -> tuple[Tensor, torch.cuda.Event | None]:
+    def _fetch(self, segment: UpdateSegment) -> tuple[Tensor, torch.cuda.Event | None]:
         grad = segment.grad
         _, buffer = self._take("grads", grad.dtype, grad.numel())
         return buffer, self._copies.start(buffer, grad)

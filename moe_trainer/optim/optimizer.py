@@ -19,9 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from arguments.optimizer import OptimizerArgs
-from arguments.parallel import ParallelArgs
-from arguments.precision import PrecisionArgs
+from arguments import Arguments
 from moe_trainer.ops.fused_library import FusedLibrary
 from moe_trainer.optim.buckets import Bucket
 from moe_trainer.optim.clip import clip_factor, square_sum, sum_over_ranks, zero_count
@@ -41,6 +39,12 @@ from moe_trainer.parallel.params import get_param_info
 from moe_trainer.parallel.state import ParallelState
 
 MAX_OVERFLOWS_AT_MINIMUM = 10
+
+NamedTimer = Callable[[str], contextlib.AbstractContextManager]
+
+
+def _no_timer(name: str) -> contextlib.AbstractContextManager:
+    return contextlib.nullcontext()
 
 
 class NonFiniteGradientError(FloatingPointError):
@@ -70,9 +74,6 @@ class Optimizer:
 
     Args:
         device: of the model; a rank without parameters also takes part in sums over all ranks.
-        check_for_nan: raise on non-finite gradients; otherwise skip the iteration
-            (--no-check-for-nan-in-loss-and-grad).
-        count_zeros: report the number of zeros in gradients (--log-num-zeros-in-grad).
         timer: returns a context manager for a Megatron timer name.
         library: whose kernels compute norms and updates on the device; None: torch's.
     """
@@ -81,23 +82,22 @@ class Optimizer:
         self,
         chunks: Sequence[nn.Module],
         grads: DataParallelGrads | FsdpGrads,
-        settings: OptimizerArgs,
-        precision: PrecisionArgs,
-        parallel: ParallelArgs,
+        args: Arguments,
         ps: ParallelState,
         *,
         device: torch.device = torch.device("cpu"),
-        check_for_nan: bool = True,
-        count_zeros: bool = False,
-        timer: Callable[[str], contextlib.AbstractContextManager] = lambda name: contextlib.nullcontext(),
+        timer: NamedTimer = _no_timer,
         library: FusedLibrary | None = None,
     ):
+        settings, precision, parallel = args.optimizer, args.precision, args.parallel
         self._grads, self._settings, self._device, self._world = grads, settings, device, ps.world
-        self._check_for_nan, self._count_zeros, self._timer = check_for_nan, count_zeros, timer
-        self._library = library
+        self._check_for_nan = args.training.check_for_nan_in_loss_and_grad
+        self._count_zeros = args.output.log_num_zeros_in_grad
+        self._timer, self._library = timer, library
         main_format = None if parallel.has_fp32_main_params(precision.params_dtype_name) else "model"
+        self._gather_timer: NamedTimer = _no_timer
         self._scaler, plan = build_loss_scale(precision), plan_state(settings, main_format=main_format)
-        self._gather: ParamGather | None = None
+        gathered: list[GatherBuffer] = []
         self._quantized: list[tuple[QuantizedParams, tuple[Bucket, ...]]] = []
         self._shards: list[OptimizerShard]
         if isinstance(grads, FsdpGrads):
@@ -107,20 +107,18 @@ class Optimizer:
             flat_shards = [FlatShard(buffer, settings, ps, main_format) for buffer in grads.buffers]
             self._shards = [*flat_shards]
             self._quantized = [
-                (shard.quantized, shard.layout.buckets) for shard in flat_shards if shard.quantized is not None
+                (shard.params, shard.layout.buckets)
+                for shard in flat_shards
+                if isinstance(shard.params, QuantizedParams)
             ]
             if grads.is_sharded:
-                buffers = [
-                    GatherBuffer(
-                        shard.layout,
-                        shard.gather_buffer,
-                        None if shard.quantized is None else shard.quantized.finish_gather,
-                    )
-                    for shard in flat_shards
+                gathered = [
+                    GatherBuffer(shard.layout, shard.gather_buffer, shard.params.finish_gather) for shard in flat_shards
                 ]
-                self._gather = ParamGather(buffers, chunks, parallel.overlap_param_gather)
-            if any(isinstance(shard.quantized, MxParams) for shard in flat_shards):
+                self._gather_timer = timer
+            if any(isinstance(shard.params, MxParams) for shard in flat_shards):
                 grads.before_accumulation = self.wait_params
+        self._gather = ParamGather(gathered, chunks, parallel.overlap_param_gather)
         self._updater = Updater(self._shards, settings, plan, device, ps, library)
         local_groups = {part.group for shard in self._shards for part in shard.param_shards}
         # a stage without experts or without a decoupled learning rate also reports the groups of the others
@@ -133,7 +131,7 @@ class Optimizer:
         if self._quantized:
             self._start_param_gather()
             self.wait_params()
-        if self._gather is not None and parallel.overlap_param_gather_with_optimizer_step:
+        if parallel.overlap_param_gather_with_optimizer_step:
             self.gather_early(list(chunks[0].parameters()))
 
     def gather_early(self, params: Collection[Parameter]) -> int:
@@ -142,7 +140,6 @@ class Optimizer:
         They must be the first in order of use, in separate buckets. Parameters that the host updates are excluded.
         Return the number of buckets.
         """
-        assert self._gather is not None
         param_ids = {id(param) for param in params}
         updated_on_host = {
             id(shard.bucket_at(segment.start))
@@ -248,7 +245,7 @@ class Optimizer:
 
     def _start_early_gather(self, row_factors: Mapping[Parameter, Tensor]) -> None:
         """Complete and gather the buckets that were updated first."""
-        if self._early_buckets and self._gather is not None:
+        if self._early_buckets:
             self._scale_rows(row_factors, are_first=True)
             for params, own in self._quantized:
                 params.quantize_to_model([bucket for bucket in own if bucket in self._early_buckets])
@@ -265,24 +262,20 @@ class Optimizer:
                 params.quantize_to_model([bucket for bucket in own if bucket not in early])
         for shard in self._shards:
             shard.gather_model()
-        if self._gather is not None:
-            with self._timer("params-all-gather"):
-                self._gather.start()
+        with self._gather_timer("params-all-gather"):
+            self._gather.start()
 
     def defer_param_gather(self) -> None:
         """Let the next iteration launch the gathers that overlap it (`start_deferred_gather`): its graph holds them."""
-        if self._gather is not None:
-            self._gather.defer()
+        self._gather.defer()
 
     def start_deferred_gather(self, always: bool = False) -> None:
         """Launch the gathers that the last update has left to this iteration; `always`: this is captured."""
-        if self._gather is not None:
-            self._gather.start_deferred(always)
+        self._gather.start_deferred(always)
 
     def mark_params_gathered(self) -> None:
         """Set the state after a replayed CUDA graph, which has gathered the parameters."""
-        if self._gather is not None:
-            self._gather.mark_finished()
+        self._gather.mark_finished()
 
     def zero_grad(self) -> None:
         """Start an iteration."""
@@ -290,8 +283,7 @@ class Optimizer:
 
     def wait_params(self) -> None:
         """Wait until every model parameter is gathered. Everything but a forward must call this before reading them."""
-        if self._gather is not None:
-            self._gather.wait_all()
+        self._gather.wait_all()
 
     def tensors(self) -> Iterator[ParamState]:
         """Iterate over all state of this rank by parameter, in model order; writable in place after begin_load().

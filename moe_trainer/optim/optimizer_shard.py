@@ -20,7 +20,14 @@ from moe_trainer.optim.buckets import Slot
 from moe_trainer.optim.param_groups import ParamGroup
 from moe_trainer.optim.state_formats import FORMATS
 from moe_trainer.optim.state_plan import MAIN, SQUARES, StatePlan
-from moe_trainer.optim.state_storage import MasterRemainderStorage, StatePlacement, StateStorage, copy_to
+from moe_trainer.optim.state_storage import (
+    MainParams,
+    MasterRemainderStorage,
+    ModelParams,
+    StatePlacement,
+    StateStorage,
+    make_storage,
+)
 
 MAX_SEGMENT_NUMEL_CPU = 1 << 20
 MAX_SEGMENT_NUMEL_GPU = 1 << 24
@@ -73,38 +80,32 @@ class StateBlock:
     """State of elements [start, stop) of a shard: main parameters and moments on one device.
 
     Args:
-        main: None if the model's parameters are the main parameters.
         is_updated_on_host: the host updates the elements although the model may be elsewhere.
     """
 
     start: int
     stop: int
     placement: StatePlacement
-    main: StateStorage | None
+    main: MainParams
     moments: dict[str, StateStorage]
     is_updated_on_host: bool
 
     def storages(self) -> Iterator[tuple[str, StateStorage]]:
-        """Iterate over (checkpoint name, storage)."""
-        if self.main is not None:
+        """Iterate over (checkpoint name, storage), without main parameters that the model stores."""
+        if isinstance(self.main, StateStorage):
             yield MAIN, self.main
         yield from self.moments.items()
 
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """Elements [start, stop) of a shard with equal treatment, contiguous in the model and in the gradients.
-
-    Args:
-        block: the state of the elements; None for segments that only describe the layout.
-    """
+    """Elements [start, stop) of a shard with equal treatment, contiguous in the model and in the gradients."""
 
     shard: "OptimizerShard"
     group: ParamGroup
     is_counted: bool
     start: int
     stop: int
-    block: StateBlock | None = None
 
     @property
     def numel(self) -> int:
@@ -120,19 +121,22 @@ class Segment:
         """Model parameters; live."""
         return self.shard.model_at(self.start, self.stop)
 
-    @property
-    def state(self) -> StateBlock:
-        assert self.block is not None
-        return self.block
+
+@dataclass(frozen=True, eq=False)
+class UpdateSegment(Segment):
+    """A segment that is updated at once.
+
+    Args:
+        state: the block with the state of the elements.
+    """
+
+    state: StateBlock
 
     def load_fp32(self) -> tuple[Tensor, dict[str, Tensor]]:
         """Return fp32 main parameters and moments on the update's device, to be changed in place."""
-        state = self.state
-        if state.main is None:
-            param = copy_to(self.model, state.placement.update, copy=state.is_updated_on_host).float()
-        else:
-            param = state.main.load_fp32(self.start, self.stop)
-        return param, {name: moment.load_fp32(self.start, self.stop) for name, moment in state.moments.items()}
+        start, stop = self.start, self.stop
+        moments = {name: moment.load_fp32(start, stop) for name, moment in self.state.moments.items()}
+        return self.state.main.load_fp32(start, stop), moments
 
     def store_fp32(self, param: Tensor, moments: dict[str, Tensor]) -> Tensor:
         """Store what `load_fp32` returned.
@@ -142,13 +146,11 @@ class Segment:
         """
         for name, moment in self.state.moments.items():
             moment.store_fp32(self.start, self.stop, moments[name])
-        main = self.state.main
-        return param if main is None else main.store_main(self.start, self.stop, param)
+        return self.state.main.store_main(self.start, self.stop, param)
 
     def main_params(self) -> Tensor:
         """Return the fp32 main parameters, not to be changed."""
-        main = self.state.main
-        return self.model.float() if main is None else main.read_fp32(self.start, self.stop)
+        return self.state.main.read_fp32(self.start, self.stop)
 
 
 class OptimizerShard(ABC):
@@ -173,7 +175,7 @@ class OptimizerShard(ABC):
     param_shards: Sequence[ParamShard]
     contiguous_segments: Sequence[Segment]
     blocks: Sequence[StateBlock] = ()
-    update_segments: Sequence[Segment] = ()
+    update_segments: Sequence[UpdateSegment] = ()
 
     @abstractmethod
     def model_at(self, start: int, stop: int) -> Tensor:
@@ -205,7 +207,7 @@ class OptimizerShard(ABC):
             count += 1
         border = size if count == len(segments) else segments[count].start if count else 0
         blocks: list[StateBlock] = []
-        update_segments: list[Segment] = []
+        update_segments: list[UpdateSegment] = []
         for start, stop, members, is_host in (
             (0, border, segments[:count], True),
             (border, size, segments[count:], False),
@@ -213,7 +215,9 @@ class OptimizerShard(ABC):
             if start < stop:
                 block = self._allocate_block(plan, start, stop, members, is_host, dtype)
                 blocks.append(block)
-                update_segments += [replace(segment, block=block) for segment in members]
+                update_segments += [
+                    UpdateSegment(self, each.group, each.is_counted, each.start, each.stop, block) for each in members
+                ]
         self.blocks, self.update_segments = tuple(blocks), tuple(update_segments)
 
     def _split_segments(self, plan: StatePlan) -> list[Segment]:
@@ -236,18 +240,18 @@ class OptimizerShard(ABC):
         spans = [(segment.start, segment.stop) for segment in segments]
         is_updated_on_host = is_host and plan.updates_on_host
         moments = {
-            name: StateStorage(start, stop, FORMATS[fmt], spans, placement, name == SQUARES)
+            name: make_storage(start, stop, FORMATS[fmt], spans, placement, name == SQUARES)
             for name, fmt in plan.moments.items()
         }
-        main: StateStorage | None
+        main: MainParams
         if dtype == torch.float32 or plan.main == "model":
-            main = None
+            main = ModelParams(self.model_at, placement.update, always_copies=is_updated_on_host)
         elif (
             plan.uses_remainders and dtype == torch.bfloat16 and not is_updated_on_host
         ):  # the host has no model to join
             main = MasterRemainderStorage(start, stop, spans, placement, self.model_at)
         else:
-            main = StateStorage(start, stop, FORMATS[plan.main], spans, placement)
+            main = make_storage(start, stop, FORMATS[plan.main], spans, placement)
         return StateBlock(start, stop, placement, main, moments, is_updated_on_host)
 
     @torch.no_grad()
@@ -255,12 +259,12 @@ class OptimizerShard(ABC):
         """Set the main parameters from the model if `from_model`, and the model to what they can represent."""
         for segment in self.update_segments:
             main, start, stop = segment.state.main, segment.start, segment.stop
-            if main is not None:
+            if isinstance(main, StateStorage):
                 values = segment.model.float() if from_model else main.load_fp32(start, stop)
                 self.write_to_model(start, stop, main.store_main(start, stop, values))
 
     @torch.no_grad()
-    def scale_rows(self, row_factors: Mapping[Parameter, Tensor], segments: Iterable[Segment]) -> None:
+    def scale_rows(self, row_factors: Mapping[Parameter, Tensor], segments: Iterable[UpdateSegment]) -> None:
         """Multiply the rows of some parameters by factors, in the main parameters and in the model.
 
         Args:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from moe_trainer.optim.buckets import Bucket, FlatLayout, Slot
 from moe_trainer.optim.optimizer_shard import OptimizerShard, ParamShard
-from moe_trainer.optim.state_storage import StateStorage, copy_to
+from moe_trainer.optim.state_storage import MainParams, copy_to
 from moe_trainer.parallel import collectives
 from moe_trainer.quantization.stored_weight import SingleCopyWeight
 
@@ -65,7 +65,6 @@ class QuantizedParams(ABC):
         for block in self._shard.blocks:
             low, high = max(start, block.start), min(stop, block.stop)
             if low < high:
-                assert block.main is not None
                 values[low - start : high - start] = block.main.read_fp32(low, high)
         return values
 
@@ -82,15 +81,15 @@ class QuantizedParams(ABC):
             self._loadable = self.values(0, self._size)
         return self._loadable
 
-    def loadable_at(self, start: int, stop: int) -> Tensor:
-        assert self._loadable is not None, "quantized parameters have no other values than the main parameters"
-        return self._loadable[start:stop]
+    def at(self, start: int, stop: int) -> Tensor:
+        """Return a range of what `loadable` returns."""
+        return self.loadable()[start:stop]
 
     def finish_load(self) -> None:
         """Drop the copy that `loadable` returned."""
         self._loadable = None
 
-    def _ranges(self, slots: Collection[Slot]) -> Iterator[tuple[Slot, StateStorage, int, int, int]]:
+    def _ranges(self, slots: Collection[Slot]) -> Iterator[tuple[Slot, MainParams, int, int, int]]:
         """Iterate over the parts of update segments by parameter.
 
         Yields:
@@ -99,7 +98,6 @@ class QuantizedParams(ABC):
         parts = self._shard.param_shards
         for segment in self._shard.update_segments:
             main = segment.state.main
-            assert main is not None
             for part in parts[max(0, bisect.bisect_right(self._offsets, segment.start) - 1) :]:
                 if part.offset >= segment.stop:
                     break

@@ -6,6 +6,7 @@ explains the choice of scales.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -17,32 +18,33 @@ _MIN_SCALE_EXPONENT = -126  # the smallest scale that is not subnormal
 
 @dataclass(frozen=True)
 class Format:
-    """Storage format of elements.
-
-    Args:
-        max_magnitude: largest magnitude to store, for formats whose elements share a scale; None for formats without a
-            scale.
-    """
+    """Storage format of elements, as `dtype` rounds them."""
 
     dtype: torch.dtype
-    max_magnitude: float | None = None
 
     @property
     def bytes(self) -> int:
         """Bytes per element."""
         return self.dtype.itemsize
 
-    @property
-    def is_scaled(self) -> bool:
-        return self.max_magnitude is not None
+
+@dataclass(frozen=True)
+class ScaledFormat(Format):
+    """Storage format of elements that share a scale.
+
+    Args:
+        max_magnitude: largest magnitude to store.
+    """
+
+    max_magnitude: float
 
 
-FORMATS = MappingProxyType(
+FORMATS: Mapping[str, Format] = MappingProxyType(
     {
         "fp32": Format(torch.float32),
         "bf16": Format(torch.bfloat16),
-        "fp16": Format(torch.float16, 2.0**15),  # half of its range, as in TransformerEngine
-        "fp8": Format(torch.float8_e4m3fn, 448.0),
+        "fp16": ScaledFormat(torch.float16, 2.0**15),  # half of its range, as in TransformerEngine
+        "fp8": ScaledFormat(torch.float8_e4m3fn, 448.0),
     }
 )
 """Formats by the values of --exp-avg-dtype, --exp-avg-sq-dtype and --main-params-dtype."""
@@ -64,18 +66,16 @@ def compute_scale(values: Tensor, max_magnitude: float) -> Tensor:
     return torch.where(mantissa > 0, torch.ldexp(torch.ones_like(mantissa), scale_exponent), 1.0)
 
 
-def encode(values: Tensor, fmt: Format, keep_positive: bool = False) -> tuple[Tensor, Tensor | None]:
-    """Convert fp32 values to a format.
+def encode(values: Tensor, fmt: ScaledFormat, keep_positive: bool = False) -> tuple[Tensor, Tensor]:
+    """Convert fp32 values to a format with a scale.
 
     Args:
-        keep_positive: round positive values up to the smallest number of a scaled format instead of to zero. Second
+        keep_positive: round positive values up to the smallest number of the format instead of to zero. Second
             moments need it: a first moment divided by eps would be a huge step.
 
     Returns:
-        The stored values, and their scale if the format has one.
+        The stored values, and their scale.
     """
-    if fmt.max_magnitude is None:
-        return values.to(fmt.dtype), None
     scale = compute_scale(values, fmt.max_magnitude)
     scaled = values / scale
     if keep_positive:
@@ -84,11 +84,10 @@ def encode(values: Tensor, fmt: Format, keep_positive: bool = False) -> tuple[Te
     return scaled.to(fmt.dtype), scale
 
 
-def decode(stored: Tensor, scale: Tensor | None) -> Tensor:
+def decode(stored: Tensor, scale: Tensor) -> Tensor:
     """Return the exact fp32 values of the output of `encode`."""
     needs_bit_cast = stored.dtype == torch.float8_e4m3fn and stored.device.type == "cpu"
-    values = _e4m3_to_fp32(stored) if needs_bit_cast else stored.to(torch.float32)
-    return values if scale is None else values.mul_(scale)
+    return (_e4m3_to_fp32(stored) if needs_bit_cast else stored.to(torch.float32)).mul_(scale)
 
 
 def _e4m3_to_fp32(stored: Tensor) -> Tensor:

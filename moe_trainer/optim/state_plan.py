@@ -7,7 +7,7 @@ import torch
 
 from arguments.mechanisms.optimizers import get_element_rule, get_optimizer
 from arguments.optimizer import OptimizerArgs
-from moe_trainer.optim.state_formats import FORMATS
+from moe_trainer.optim.state_formats import FORMATS, ScaledFormat
 from moe_trainer.optim.state_storage import StatePlacement
 
 MAIN = "fp32_param"
@@ -44,7 +44,7 @@ class StatePlan:
     def splits_at_params(self) -> bool:
         """Whether a scale belongs to elements of one parameter, so update segments must not span two."""
         formats = (*self.moments.values(), *(() if self.main == "model" else (self.main,)))
-        return any(FORMATS[name].is_scaled for name in formats)
+        return any(isinstance(FORMATS[name], ScaledFormat) for name in formats)
 
     def placement(self, device: torch.device, is_on_host: bool) -> StatePlacement:
         """Return the placement of a part of the state."""

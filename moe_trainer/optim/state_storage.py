@@ -9,13 +9,14 @@ until `unstage`.
 """
 
 import bisect
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from moe_trainer.optim.state_formats import Format, decode, encode, join, split
+from moe_trainer.optim.state_formats import Format, ScaledFormat, decode, encode, join, split
 
 Span = tuple[int, int]
 
@@ -46,31 +47,58 @@ def copy_to(x: Tensor, device: torch.device, copy: bool = False) -> Tensor:
     return x.to(device, non_blocking=device.type != "cpu", copy=copy)
 
 
-class StateStorage:
+class MainParams(ABC):
+    """fp32 main parameters of a range of a rank's flat state."""
+
+    @abstractmethod
+    def load_fp32(self, start: int, stop: int) -> Tensor:
+        """Return fp32 values on the update's device, to be changed in place and passed to `store_main`."""
+
+    @abstractmethod
+    def store_main(self, start: int, stop: int, values: Tensor) -> Tensor:
+        """Store main parameters.
+
+        Returns:
+            The values as stored, for the model: a resumed run starts from the same ones.
+        """
+
+    @abstractmethod
+    def read_fp32(self, start: int, stop: int) -> Tensor:
+        """Return the values of any range on the storage device, not to be changed; may alias the storage."""
+
+
+class ModelParams(MainParams):
+    """Main parameters that are the model's own elements.
+
+    Args:
+        model_at: returns the model's elements of a range. The caller writes what `store_main` returns there.
+        device: of the update.
+        always_copies: change a copy although the model is on that device.
+    """
+
+    def __init__(self, model_at: Callable[[int, int], Tensor], device: torch.device, always_copies: bool):
+        self._model_at, self._device, self._always_copies = model_at, device, always_copies
+
+    def load_fp32(self, start: int, stop: int) -> Tensor:
+        return copy_to(self._model_at(start, stop), self._device, copy=self._always_copies).float()
+
+    def store_main(self, start: int, stop: int, values: Tensor) -> Tensor:
+        return values
+
+    def read_fp32(self, start: int, stop: int) -> Tensor:
+        return self._model_at(start, stop).float()
+
+
+class StateStorage(MainParams):
     """Elements [start, stop) of a rank's flat state.
 
     Args:
-        spans: ascending ranges that are stored at once, and share a scale if the format has one. Gaps between spans
-            (between parameters) remain zero.
-        keep_positive: see `state_formats.encode`.
+        spans: ascending ranges that are stored at once. Gaps between spans (between parameters) remain zero.
     """
 
-    def __init__(
-        self,
-        start: int,
-        stop: int,
-        fmt: Format,
-        spans: Sequence[Span],
-        placement: StatePlacement,
-        keep_positive: bool = False,
-    ):
-        self._keep_positive = keep_positive
+    def __init__(self, start: int, stop: int, fmt: Format, spans: Sequence[Span], placement: StatePlacement):
         self.start, self.stop, self.format, self.placement = start, stop, fmt, placement
-        device, pinned = placement.storage, placement.is_pinned
-        self.flat = torch.zeros(stop - start, dtype=fmt.dtype, device=device, pin_memory=pinned)
-        self.scales: Tensor | None = None
-        if fmt.is_scaled:
-            self.scales = torch.ones(len(spans), dtype=torch.float32, device=device, pin_memory=pinned)
+        self.flat = torch.zeros(stop - start, dtype=fmt.dtype, device=placement.storage, pin_memory=placement.is_pinned)
         self._spans = spans
         self._span_starts = [first for first, _ in spans]
         self._staged: Tensor | None = None
@@ -81,44 +109,28 @@ class StateStorage:
         return self.format.dtype == torch.float32
 
     @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What is stored, scales included."""
+        return (self.flat,)
+
+    @property
     def num_bytes(self) -> int:
-        """Bytes of the storage, scales included."""
-        return sum(x.numel() * x.element_size() for x in (self.flat, self.scales) if x is not None)
+        return sum(x.numel() * x.element_size() for x in self.tensors)
 
     def load_fp32(self, start: int, stop: int) -> Tensor:
-        """Return fp32 values on the update's device, to be changed in place and passed to `store_fp32`.
-
-        A format with scales loads ranges inside one span only.
-        """
-        stored = self.placement.fetch(self._view(start, stop))
-        if self.is_fp32:
-            return stored
-        return decode(stored, None if self.scales is None else self.placement.fetch(self._scale_at(start)))
+        return self.placement.fetch(self._view(start, stop)).to(torch.float32)
 
     def store_fp32(self, start: int, stop: int, values: Tensor) -> None:
         """Store the values of a span."""
         view = self._view(start, stop)
-        if self.scales is None:
-            if values.data_ptr() != view.data_ptr():
-                view.copy_(values, non_blocking=True)
-            return
-        stored, scale = encode(values, self.format, self._keep_positive)
-        assert scale is not None
-        view.copy_(stored, non_blocking=True)
-        assert (start, stop) in self._overlapping_spans(start, stop), f"[{start}, {stop}) is no span"
-        self._scale_at(start).copy_(scale, non_blocking=True)
+        if values.data_ptr() != view.data_ptr():
+            view.copy_(values, non_blocking=True)
 
     def store_main(self, start: int, stop: int, values: Tensor) -> Tensor:
-        """Store main parameters.
-
-        Returns:
-            The values as stored, for the model: a resumed run starts from the same ones.
-        """
         self.store_fp32(start, stop, values)
         return values if self.is_fp32 else self.load_fp32(start, stop)
 
     def read_fp32(self, start: int, stop: int) -> Tensor:
-        """Return the values of any range on the storage device, not to be changed; may alias the storage."""
         if self.is_fp32:
             return self._view(start, stop)
         values = torch.zeros(stop - start, dtype=torch.float32, device=self.placement.storage)
@@ -153,13 +165,63 @@ class StateStorage:
         assert self.start <= start and stop <= self.stop, f"[{start}, {stop}) is outside [{self.start}, {self.stop})"
         return self.flat[start - self.start : stop - self.start]
 
-    def _scale_at(self, start: int) -> Tensor:
-        assert self.scales is not None
-        return self.scales[bisect.bisect_right(self._span_starts, start) - 1]
-
     def _overlapping_spans(self, start: int, stop: int) -> Sequence[Span]:
         first = max(0, bisect.bisect_right(self._span_starts, start) - 1)
         return self._spans[first : bisect.bisect_left(self._span_starts, stop)]
+
+
+class ScaledStateStorage(StateStorage):
+    """Elements in a format with scales: one per span, in which a range that is loaded must be.
+
+    Args:
+        keep_positive: see `state_formats.encode`.
+    """
+
+    def __init__(
+        self,
+        start: int,
+        stop: int,
+        fmt: ScaledFormat,
+        spans: Sequence[Span],
+        placement: StatePlacement,
+        keep_positive: bool = False,
+    ):
+        super().__init__(start, stop, fmt, spans, placement)
+        self._scaled_format, self._keep_positive = fmt, keep_positive
+        self.scales = torch.ones(
+            len(spans), dtype=torch.float32, device=placement.storage, pin_memory=placement.is_pinned
+        )
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.flat, self.scales
+
+    def load_fp32(self, start: int, stop: int) -> Tensor:
+        stored = self.placement.fetch(self._view(start, stop))
+        return decode(stored, self.placement.fetch(self._scale_at(start)))
+
+    def store_fp32(self, start: int, stop: int, values: Tensor) -> None:
+        stored, scale = encode(values, self._scaled_format, self._keep_positive)
+        self._view(start, stop).copy_(stored, non_blocking=True)
+        assert (start, stop) in self._overlapping_spans(start, stop), f"[{start}, {stop}) is no span"
+        self._scale_at(start).copy_(scale, non_blocking=True)
+
+    def _scale_at(self, start: int) -> Tensor:
+        return self.scales[bisect.bisect_right(self._span_starts, start) - 1]
+
+
+def make_storage(
+    start: int,
+    stop: int,
+    fmt: Format,
+    spans: Sequence[Span],
+    placement: StatePlacement,
+    keep_positive: bool = False,
+) -> StateStorage:
+    """Allocate elements in a format of any kind; see StateStorage and ScaledStateStorage."""
+    if isinstance(fmt, ScaledFormat):
+        return ScaledStateStorage(start, stop, fmt, spans, placement, keep_positive)
+    return StateStorage(start, stop, fmt, spans, placement)
 
 
 class MasterRemainderStorage(StateStorage):

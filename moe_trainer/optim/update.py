@@ -19,7 +19,7 @@ from moe_trainer.ops.fused_library import FusedLibrary
 from moe_trainer.optim.buckets import Bucket
 from moe_trainer.optim.flat_shard import FlatShard
 from moe_trainer.optim.host_offload import HostUpdatePipeline
-from moe_trainer.optim.optimizer_shard import OptimizerShard, Segment
+from moe_trainer.optim.optimizer_shard import OptimizerShard, UpdateSegment
 from moe_trainer.optim.param_groups import ParamGroup
 from moe_trainer.optim.state_plan import StatePlan
 from moe_trainer.optim.update_rules.build import build_element_rule, build_matrix_rule
@@ -65,7 +65,7 @@ class Updater:
         self._on_device = sorted(
             (segment for segment in segments if not segment.state.is_updated_on_host), key=lambda segment: segment.group
         )
-        self.first: list[Segment] = []
+        self.first: list[UpdateSegment] = []
         self.host_pipeline = HostUpdatePipeline(
             device, pinned_grads=plan.pins_grads, pinned_params=plan.pins_state, overlap=plan.overlaps_copies
         )
@@ -78,7 +78,7 @@ class Updater:
         """Update these buckets before all others from now on."""
         bucket_ids = {id(bucket) for bucket in buckets}
 
-        def is_first(segment: Segment) -> bool:
+        def is_first(segment: UpdateSegment) -> bool:
             return isinstance(segment.shard, FlatShard) and id(segment.shard.bucket_at(segment.start)) in bucket_ids
 
         self.first = [segment for segment in self._on_device if is_first(segment)]
@@ -100,7 +100,9 @@ class Updater:
         self._update_matrices(rates, factor)
         self._update_on_host(rates, factor, step_count)
 
-    def _update_on_device(self, segments: Sequence[Segment], rates: Rates, factor: float, step_count: int) -> None:
+    def _update_on_device(
+        self, segments: Sequence[UpdateSegment], rates: Rates, factor: float, step_count: int
+    ) -> None:
         for batch in _batch_segments(segments):
             grads = [segment.grad for segment in batch]
             values_of = self._update(batch, grads, rates(batch[0].group), step_count, factor, self._library)
@@ -125,7 +127,7 @@ class Updater:
 
     def _update(
         self,
-        segments: Sequence[Segment],
+        segments: Sequence[UpdateSegment],
         grads: list[Tensor],
         rates: tuple[float, float],
         step_count: int,
@@ -141,10 +143,10 @@ class Updater:
         return [segment.store_fp32(param, moment) for segment, (param, moment) in zip(segments, loaded)]
 
 
-def _batch_segments(segments: Sequence[Segment]) -> Iterator[list[Segment]]:
+def _batch_segments(segments: Sequence[UpdateSegment]) -> Iterator[list[UpdateSegment]]:
     """Batch consecutive segments of one group, at most as many elements as the longest segment has."""
     limit = max((segment.numel for segment in segments), default=0)
-    batch: list[Segment] = []
+    batch: list[UpdateSegment] = []
     numel = 0
     for segment in segments:
         is_full = numel + segment.numel > limit or len(batch) == _MAX_SEGMENTS_PER_CALL

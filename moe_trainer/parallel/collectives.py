@@ -194,25 +194,23 @@ class AllToAllExchange(Exchange):
     """An asynchronous all-to-all in forward, and that of the gradients in backward.
 
     Attributes:
-        pending: the exchange in flight; None before `start` and after `wait`.
+        pending: what is in flight: an exchange between `start` and `wait`.
     """
 
     def __init__(self, group: Group, send: Sequence[int], receive: Sequence[int]):
         self.group, self._sizes = group, (tuple(send), tuple(receive))
         self.is_local = group.size == 1
-        self.pending: PendingAllToAll | None = None
+        self.pending: list[PendingAllToAll] = []
 
     def start(self, tensors: Sequence[Tensor], is_backward: bool) -> None:
-        self.pending = PendingAllToAll(tensors, *(self._sizes[::-1] if is_backward else self._sizes), self.group)
+        sizes = self._sizes[::-1] if is_backward else self._sizes
+        self.pending.append(PendingAllToAll(tensors, *sizes, self.group))
 
     def wait(self, is_backward: bool) -> tuple[Tensor, ...]:
-        pending, self.pending = self.pending, None
-        assert pending is not None, "all_to_all: nothing is in flight"
-        return pending.wait()
+        return self.pending.pop().wait()
 
     def placeholders(self) -> tuple[Tensor, ...]:
-        assert self.pending is not None, "all_to_all: nothing is in flight"
-        return self.pending.outs
+        return self.pending[-1].outs
 
 
 class _StartExchange(torch.autograd.Function):

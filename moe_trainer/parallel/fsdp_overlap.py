@@ -30,17 +30,20 @@ class FSDPPassState:
         modules = [module for chunk in chunks for module in chunk.modules() if isinstance(module, FSDPModule)]
         self._states = [module._get_fsdp_state() for module in modules]
         self._groups = [group for module in modules for group in _param_groups(module)]
-        self._other_pass: _Saved | None = None
+        self._idle = _Saved(
+            [TrainingState.IDLE] * len(self._states),
+            [TrainingState.IDLE] * len(self._groups),
+            [None] * len(self._states),
+        )
+        self._other_pass = self._idle
         for index, group in enumerate(self._groups):
             group.reshard = functools.partial(self._reshard, index, group.reshard)
 
     def begin(self) -> None:
-        idle = TrainingState.IDLE
-        self._other_pass = _Saved([idle] * len(self._states), [idle] * len(self._groups), [None] * len(self._states))
+        self._other_pass = self._idle
 
     def switch(self) -> None:
         other = self._other_pass
-        assert other is not None, "switch outside begin and end"
         self._other_pass = _Saved(
             [state._training_state for state in self._states],
             [group._training_state for group in self._groups],
@@ -52,11 +55,10 @@ class FSDPPassState:
             group._training_state = training_state
 
     def end(self) -> None:
-        self._other_pass = None
+        self._other_pass = self._idle
 
     def _reshard(self, index: int, reshard: Callable[[], None]) -> None:
-        in_use = (TrainingState.FORWARD, TrainingState.PRE_BACKWARD)
-        if self._other_pass is None or self._other_pass.groups[index] not in in_use:
+        if self._other_pass.groups[index] not in (TrainingState.FORWARD, TrainingState.PRE_BACKWARD):
             reshard()
 
 

@@ -11,6 +11,8 @@ from math import prod
 
 AXES = ("tp", "cp", "ep", "dp", "pp")
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
+LAYOUT_SIZES = ("tp", "cp", "pp", "ep", "etp", "order")
+"""What make_layout takes, besides the number of ranks."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 
-from moe_trainer.parallel.grid import DEFAULT_ORDER, Layout, make_layout, split_groups
+from moe_trainer.parallel.grid import Layout, split_groups
 
 # field of ParallelState, its axes, its lane (groups of a lane with the same ranks share a communicator)
 _GROUPS = (
@@ -24,14 +24,8 @@ DYNAMIC_CP, DYNAMIC_TP_CP = "dynamic_cp_", "dynamic_tp_cp_"
 
 
 def plan_groups(
-    world_size: int,
+    layout: Layout,
     *,
-    tp: int = 1,
-    cp: int = 1,
-    pp: int = 1,
-    ep: int = 1,
-    etp: int = 1,
-    order: str = DEFAULT_ORDER,
     optimizer_instances: int = 1,
     embedding_stages: Collection[int] | None = None,
     cp_levels: Sequence[int] | None = None,
@@ -42,13 +36,6 @@ def plan_groups(
     """Return name -> (partition of the ranks into groups, lane).
 
     Args:
-        world_size: number of ranks.
-        tp: tensor-parallel size of the dense grid.
-        cp: context-parallel size.
-        pp: pipeline-parallel size.
-        ep: expert-parallel size.
-        etp: tensor-parallel size of the expert grid.
-        order: axes, fastest varying first.
         optimizer_instances: dp_cp and edp are split into so many instances of the distributed optimizer.
         embedding_stages: pipeline ranks with the word embeddings; default: the first and the last.
         cp_levels: sizes of cp_a2a and cp_p2p; default: 1 and cp.
@@ -58,9 +45,9 @@ def plan_groups(
             dynamic_cp_SIZE, and dynamic_tp_cp_SIZE with the tensor ranks.
 
     Raises:
-        ValueError: see grid.make_layout.
+        ValueError: optimizer_instances or cp_levels do not fit the layout.
     """
-    layout = make_layout(world_size, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, order=order)
+    cp = layout.size("cp")
     plans = {name: (layout.groups(*axes), lane) for name, axes, lane in _GROUPS}
     for name in ("dp_cp", "edp"):
         inner, outer = layout.instances(name, optimizer_instances)
@@ -71,7 +58,7 @@ def plan_groups(
     inner, outer = split_groups(layout.groups("cp"), a2a_size)
     plans["cp_a2a"], plans["cp_p2p"] = (inner, "context"), (outer, "context")
     ep_groups = layout.groups("ep")
-    inner, outer = split_groups(ep_groups, _members_per_node(ep_groups, ranks_per_node or world_size))
+    inner, outer = split_groups(ep_groups, _members_per_node(ep_groups, ranks_per_node or layout.dense.size))
     plans["ep_intra"], plans["ep_inter"] = (inner, "expert"), (outer, "expert")
     plans["pp_second"] = layout.groups("pp"), "second pipeline" if second_pipeline else "pipeline"
     dp_cp, tp_groups = layout.groups("dp", "cp"), {ranks[0]: ranks for ranks in layout.groups("tp")}

@@ -5,7 +5,7 @@ has no communicator. Groups with the same kind of traffic ("lane") and the same 
 do, so that a small all-reduce does not queue behind overlapped gradient reductions.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import Any
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, distributed_c10d
 
+from moe_trainer.parallel.grid import LAYOUT_SIZES, make_layout
 from moe_trainer.parallel.groups import DYNAMIC_CP, DYNAMIC_TP_CP, plan_groups
 from moe_trainer.parallel.nccl_options import Options, make_options
 from moe_trainer.parallel.trace import Trace, TracedWork
@@ -194,12 +195,13 @@ class ParallelState:
             backend: default: that of the default group.
             timeout: default: torch's default (NOTE: not that of the default group).
             nccl: options of communicators, if they are NCCL's.
-            sizes: see groups.plan_groups.
+            sizes: see grid.make_layout and groups.plan_groups.
 
         Raises:
-            ValueError: see grid.make_layout.
+            ValueError: see grid.make_layout and groups.plan_groups.
         """
-        plans = plan_groups(world_size, **sizes)
+        axes = {name: sizes.pop(name) for name in LAYOUT_SIZES if name in sizes}
+        plans = plan_groups(make_layout(world_size, **axes), **sizes)
         factory = _GroupFactory(rank, backend, timeout, _options_of_communicators(plans, nccl or {}))
         handle = dist.group.WORLD if world_size > 1 else None
         world = Group("world", tuple(range(world_size)), rank, world_size, handle, factory.trace)
@@ -238,8 +240,7 @@ class _GroupFactory:
         self.options: dict[str, Any] = {"backend": backend, "timeout": timeout}
         self.handles: dict[tuple[str, tuple[int, ...]], ProcessGroup | None] = {}
 
-    def make(self, name: str, partition: Iterable[tuple[int, ...]], lane: str) -> Group:
-        group = None
+    def make(self, name: str, partition: Sequence[tuple[int, ...]], lane: str) -> Group:
         for ranks in partition:
             if len(ranks) > 1 and (lane, ranks) not in self.handles:
                 nccl = self.nccl.get((lane, ranks))
@@ -247,11 +248,9 @@ class _GroupFactory:
                 self.handles[lane, ranks] = dist.new_group(
                     list(ranks), group_desc=f"{lane}: {name}", pg_options=options, **self.options
                 )
-            if self.rank in ranks:
-                handle = self.handles.get((lane, ranks))
-                group = Group(name, ranks, ranks.index(self.rank), len(ranks), handle, self.trace)
-        assert group is not None, f"rank {self.rank} is in no {name} group"
-        return group
+        (ranks,) = (each for each in partition if self.rank in each)
+        handle = self.handles.get((lane, ranks))
+        return Group(name, ranks, ranks.index(self.rank), len(ranks), handle, self.trace)
 
     def _is_nccl(self) -> bool:
         return "nccl" in (self.options["backend"] or dist.get_backend())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from arguments.stage_layout import chunk_layouts
-from moe_trainer.pipeline.orders import make_orders
+from moe_trainer.pipeline.orders import ScheduleKind
 from moe_trainer.pipeline.simulate import simulate_schedule
 
 if TYPE_CHECKING:
@@ -69,23 +69,15 @@ def deadlocking_batch_sizes(args: Arguments, data_ranks: int) -> list[str]:
     ranks, chunks = len(layouts), len(layouts[0])
     if chunks == 1:
         return []  # every number of microbatches can run
+    kind = ScheduleKind.of_flags(parallel, chunks)
     group = parallel.microbatch_group_size_per_vp_stage or ranks
     problems: list[str] = []
     for size in dict.fromkeys(size for _, size in batch_stages(training, data_ranks, args.data.seq_length)):
         count = size // (training.micro_batch_size * data_ranks)
         if not 0 < count % group < ranks:
             continue  # full groups, or a last group that fills the pipeline, cannot deadlock
-        orders = make_orders(
-            parallel.pipeline_schedule or "interleaved",
-            ranks,
-            chunks,
-            count,
-            group_size=group,
-            pairs=parallel.overlap_moe_expert_parallel_comm,
-            head_lag=parallel.wgrad_deferral_limit if parallel.has_deferred_head_wgrad else None,
-        )
         try:
-            simulate_schedule(orders, chunks)
+            simulate_schedule(kind.orders(ranks, count), chunks)
         except ValueError:
             problems.append(
                 f"global batch size {size} makes {count} microbatches per iteration, with which the {chunks} virtual "

@@ -11,7 +11,49 @@ docs/design/pipeline.md says why torch.distributed.pipelining is not used.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from arguments.parallel import ParallelArgs
 from moe_trainer.pipeline.simulate import BACKWARD, FORWARD, WEIGHT, Action, Order, Pair, step_actions
+
+
+@dataclass(frozen=True)
+class ScheduleKind:
+    """What determines the orders of a pipeline: see make_orders."""
+
+    name: str = "1f1b"
+    num_chunks: int = 1
+    group_size: int | None = None
+    pairs: bool = False
+    head_lag: int | None = None
+
+    @classmethod
+    def of_flags(cls, parallel: ParallelArgs, num_chunks: int) -> ScheduleKind:
+        """Return the kind that the flags select for ranks with so many chunks."""
+        return cls(
+            parallel.pipeline_schedule or ("1f1b" if num_chunks == 1 else "interleaved"),
+            num_chunks,
+            parallel.microbatch_group_size_per_vp_stage,
+            parallel.overlap_moe_expert_parallel_comm,
+            parallel.wgrad_deferral_limit if parallel.has_deferred_head_wgrad else None,
+        )
+
+    @property
+    def has_wgrad_actions(self) -> bool:
+        """Whether W actions compute deferred weight gradients; otherwise the end of the backward does."""
+        return self.name == "zero-bubble" or self.head_lag is not None
+
+    def orders(self, num_ranks: int, num_microbatches: int) -> list[Order]:
+        """Return the actions of every rank."""
+        return make_orders(
+            self.name,
+            num_ranks,
+            self.num_chunks,
+            num_microbatches,
+            group_size=self.group_size,
+            pairs=self.pairs,
+            head_lag=self.head_lag,
+        )
 
 
 def make_orders(

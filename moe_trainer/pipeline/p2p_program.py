@@ -26,10 +26,11 @@ from moe_trainer.pipeline.simulate import (
 
 
 class Message(NamedTuple):
-    """One end of a message: the action that produces it (send) or consumes it (receive)."""
+    """One end of a message: the action that produces it (send) or consumes it (receive), and the rank at the other."""
 
     action: Action
     is_send: bool
+    peer: int
 
 
 class P2PBatch(NamedTuple):
@@ -60,25 +61,27 @@ def program(
     ends = simulate_schedule(orders, num_chunks, costs)
     order, num_ranks = orders[rank], len(orders)
     index = {action: place for place, step in enumerate(order) for action in step_actions(step)}
-    messages = []  # (time of existence, producing rank and action, is_send, local action)
+    messages: list[tuple[float, int, Action, Message]] = []  # with time of existence, producing rank and action
     for action in index:
         producer = source(rank, action, num_ranks, num_chunks)
         if producer is not None:
-            messages.append((ends[producer[0]][producer[1]], producer[0], producer[1], False, action))
-        if target(rank, action, num_ranks, num_chunks) is not None:
-            messages.append((ends[rank][action], rank, action, True, action))
-    messages.sort(key=lambda message: message[:3])
+            message = Message(action, False, producer[0])
+            messages.append((ends[producer[0]][producer[1]], *producer, message))
+        consumer = target(rank, action, num_ranks, num_chunks)
+        if consumer is not None:
+            messages.append((ends[rank][action], rank, action, Message(action, True, consumer[0])))
+    messages.sort(key=lambda entry: entry[:3])
     slots: dict[int, list[Message]] = {}
     upper, latest = len(order), []  # a receive must not delay the next send
-    for _, _, _, is_send, action in reversed(messages):
-        upper = min(upper, index[action] + is_send)
+    for *_, message in reversed(messages):
+        upper = min(upper, index[message.action] + message.is_send)
         latest.append(upper)
     slot = 0
-    for (_, _, _, is_send, action), limit in zip(messages, reversed(latest)):
-        wanted = index[action] + 1 if is_send else index[action] - ahead
+    for (*_, message), limit in zip(messages, reversed(latest)):
+        wanted = index[message.action] + 1 if message.is_send else index[message.action] - ahead
         slot = max(slot, min(wanted, limit))
-        assert slot <= limit, f"rank {rank}: the message of {action} cannot be placed"
-        slots.setdefault(slot, []).append(Message(action, is_send))
+        assert slot <= limit, f"rank {rank}: the message of {message.action} cannot be placed"
+        slots.setdefault(slot, []).append(message)
     steps: list[Action | Pair | P2PBatch] = []
     for place in range(len(order) + 1):
         if place in slots:

@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -29,7 +30,7 @@ from moe_trainer.parallel import collectives, p2p
 from moe_trainer.parallel.overlap_threads import AlternatingExecutor
 from moe_trainer.parallel.state import Group
 from moe_trainer.parallel.weight_grads import PendingGrads, WeightGradQueue
-from moe_trainer.pipeline.orders import make_orders
+from moe_trainer.pipeline.orders import ScheduleKind
 from moe_trainer.pipeline.p2p_program import Message, P2PBatch, channel, program
 from moe_trainer.pipeline.simulate import (
     BACKWARD,
@@ -38,7 +39,6 @@ from moe_trainer.pipeline.simulate import (
     Order,
     Pair,
     UniformCosts,
-    source,
     step_actions,
     target,
 )
@@ -48,6 +48,7 @@ Spec = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype of what a chunk receives."""
 ForwardStep = Callable[[int, int, Tensor | None], tuple[Tensor, Result]]
 NamedContext = Callable[[str], contextlib.AbstractContextManager]
+PairRunner = Callable[[Callable[[], None], Callable[[], None]], None]
 MAX_INFLIGHT_SENDS = 2
 
 
@@ -104,53 +105,46 @@ class FwdBwdPairRunner:
         return run
 
 
+def run_in_turn(forward: Callable[[], None], backward: Callable[[], None]) -> None:
+    """Run the two passes of a pair one after the other."""
+    forward()
+    backward()
+
+
 class Schedule:
     """Schedule of one rank.
 
     Args:
-        kind: see make_orders; None: depends on the number of chunks per rank.
         second: the ranks of pp on another communicator, for half of the overlapped messages.
-        group_size: see make_orders.
         overlap: receive while computing.
         queues: by local chunk, the queue of deferred weight gradients; "zero-bubble" and head_lag require them. With
             head_lag the last chunk's queue holds the output layer's gradients only.
-        head_lag: see make_orders.
-        overlap_executor: shared by the model's layers; runs forwards and backwards in pairs.
+        run_pair: runs the forward and the backward of a pair.
 
     Attributes:
         orders: returns the orders of all ranks for a number of microbatches.
-        has_wgrad_actions: W actions compute the deferred weight gradients; otherwise the end of the backward does.
     """
 
     def __init__(
         self,
-        kind: str | None,
+        kind: ScheduleKind,
         pp: Group,
-        num_chunks: int,
         device: torch.device,
         *,
         second: Group | None = None,
-        group_size: int | None = None,
         overlap: bool = False,
-        queues: Sequence[WeightGradQueue | None] | None = None,
-        head_lag: int | None = None,
-        overlap_executor: AlternatingExecutor | None = None,
+        queues: Mapping[int, WeightGradQueue] = MappingProxyType({}),
+        run_pair: PairRunner = run_in_turn,
     ):
-        kind = kind or ("1f1b" if num_chunks == 1 else "interleaved")
-        assert kind == "zero-bubble" or (kind == "interleaved") == (num_chunks > 1), (
-            f"{kind} with {num_chunks} chunks on a rank"
+        assert kind.name == "zero-bubble" or (kind.name == "interleaved") == (kind.num_chunks > 1), (
+            f"{kind.name} with {kind.num_chunks} chunks on a rank"
         )
-        self.has_wgrad_actions = kind == "zero-bubble" or head_lag is not None
-        assert not self.has_wgrad_actions or queues is not None, f"{kind}, head_lag {head_lag}: needs queues"
-        pairs = overlap_executor is not None
-        self.orders: Callable[[int], list[Order]] = functools.partial(
-            make_orders, kind, pp.size, num_chunks, group_size=group_size, pairs=pairs, head_lag=head_lag
-        )
-        self.pp, self.channels, self.num_chunks, self.device = pp, (pp, second or pp), num_chunks, device
-        self.overlap, self.queues = overlap, queues
+        assert kind.name != "zero-bubble" or len(queues) == kind.num_chunks, "zero-bubble: every chunk needs a queue"
+        self.orders: Callable[[int], list[Order]] = functools.partial(kind.orders, pp.size)
+        self.kind, self.pp, self.channels, self.device = kind, pp, (pp, second or pp), device
+        self.overlap, self.queues, self.run_pair = overlap, queues, run_pair
         # for the simulation that orders messages
-        self._costs = UniformCosts(backward=1.0) if kind == "zero-bubble" else UniformCosts(weight=0.1)
-        self.pairs = None if overlap_executor is None else FwdBwdPairRunner(overlap_executor, device)
+        self._costs = UniformCosts(backward=1.0) if kind.name == "zero-bubble" else UniformCosts(weight=0.1)
         self._programs: dict[tuple[int, bool], list[Action | Pair | P2PBatch]] = {}
         self._is_connected = False
 
@@ -193,7 +187,7 @@ class Schedule:
                 ]
             # a batch-size schedule uses many numbers; only the last two programs (training, evaluation) are cached
             self._programs = dict([*self._programs.items()][-1:])
-            self._programs[key] = program(orders, self.num_chunks, self.pp.rank, int(self.overlap), self._costs)
+            self._programs[key] = program(orders, self.kind.num_chunks, self.pp.rank, int(self.overlap), self._costs)
         return self._programs[key]
 
 
@@ -228,29 +222,24 @@ class _Execution(Generic[Result]):
             ]
         else:
             works = [p2p.exchange(ops, pp)] * len(ops)
-        for (action, _), op, work in zip(step.messages, ops, works):
+        for message, op, work in zip(step.messages, ops, works):
             if isinstance(op, p2p.Send):
                 self.in_flight.append((work, op.x))
             else:
-                self.arrivals[action] = _Arrival(op.x, work)
+                self.arrivals[message.action] = _Arrival(op.x, work)
         while len(self.in_flight) > MAX_INFLIGHT_SENDS:
             self.in_flight.pop(0)[0].wait()
 
     def _op(self, message: Message) -> p2p.Send | p2p.Receive:
-        action, pp, chunks = message.action, self.schedule.pp, self.schedule.num_chunks
+        action = message.action
         if message.is_send:
-            consumer = target(pp.rank, action, pp.size, chunks)
-            assert consumer is not None
-            return p2p.Send(self.outgoing.pop(action), consumer[0])
+            return p2p.Send(self.outgoing.pop(action), message.peer)
         shape, dtype = (
             self.work.spec(action.chunk, action.microbatch)
             if action.kind == FORWARD
             else self.edges[action.chunk, action.microbatch][1]
         )
-        buffer = torch.empty(shape, dtype=dtype, device=self.schedule.device)
-        producer = source(pp.rank, action, pp.size, chunks)
-        assert producer is not None
-        return p2p.Receive(buffer, producer[0])
+        return p2p.Receive(torch.empty(shape, dtype=dtype, device=self.schedule.device), message.peer)
 
     def _arrived(self, action: Action) -> Tensor | None:
         arrival = self.arrivals.pop(action, None)
@@ -276,8 +265,7 @@ class _Execution(Generic[Result]):
         """Run one chunk forward and one backward, alternating."""
         x, grad = self._arrived(step.forward), self._arrived(step.backward)
         with self.work.timer("forward-backward-compute"):
-            assert self.schedule.pairs is not None
-            self.schedule.pairs.run(
+            self.schedule.run_pair(
                 lambda: self._forward_marked(step.forward, x), lambda: self._backward_marked(step.backward, grad)
             )
 
@@ -316,11 +304,11 @@ class _Execution(Generic[Result]):
                 if isinstance(scale, Tensor)
                 else torch.full((), scale, dtype=dtype, device=self.schedule.device)
             ).expand(shape)
-        queue = None if self.schedule.queues is None else self.schedule.queues[action.chunk]
+        queue = self.schedule.queues.get(action.chunk)
         with self._reduction(action):
             with _active(queue):
                 torch.autograd.backward((edge,), (grad,))
-            if queue is not None and self.schedule.has_wgrad_actions:
+            if queue is not None and self.schedule.kind.has_wgrad_actions:
                 self.pending[key] = queue.take()
             elif queue is not None:
                 queue.run()
@@ -341,7 +329,7 @@ class _Execution(Generic[Result]):
 
     def _sends(self, action: Action) -> bool:
         pp = self.schedule.pp
-        return target(pp.rank, action, pp.size, self.schedule.num_chunks) is not None
+        return target(pp.rank, action, pp.size, self.schedule.kind.num_chunks) is not None
 
     def finish(self) -> list[Result]:
         """Wait for the last sends and return the results."""

@@ -27,11 +27,12 @@ from arguments.container import OPTIONS
 from arguments.machine import check_packages, environment_defaults
 from arguments.mechanisms.dispatchers import get_dispatcher
 from arguments.program import program_name
-from arguments.stage_layout import parallel_sizes
+from arguments.stage_layout import grid_sizes, group_options
 from moe_trainer.errors import UserError, as_user_error, report_once_per_job
 from moe_trainer.exit_codes import ExitCode
 from moe_trainer.launch_env import LaunchEnv
 from moe_trainer.parallel import collectives
+from moe_trainer.parallel.grid import make_layout
 from moe_trainer.parallel.groups import group_table, plan_groups
 from moe_trainer.parallel.nccl_options import read_options
 from moe_trainer.parallel.state import Group, ParallelState, communicator_timeout
@@ -155,17 +156,14 @@ def make_groups(args: Arguments, launch_env: LaunchEnv, timeout: datetime.timede
     Raises:
         ValueError: if the sizes do not fit, or for options of groups that do not exist.
     """
-    sizes = parallel_sizes(args)
-    if sizes["ranks_per_node"] is None and get_dispatcher(args.moe).groups_by_domain:
-        sizes["ranks_per_node"] = launch_env.ranks_per_node
+    sizes, options = grid_sizes(args.parallel), group_options(args)
+    if options["ranks_per_node"] is None and get_dispatcher(args.moe).groups_by_domain:
+        options["ranks_per_node"] = launch_env.ranks_per_node
+    plans = plan_groups(make_layout(launch_env.world_size, **sizes), **options)
     if args.parallel.print_groups and launch_env.rank == 0:
-        table = group_table(plan_groups(launch_env.world_size, **sizes))
-        print(f"groups of {launch_env.world_size} ranks:\n{table}", flush=True)
-    nccl = read_options(
-        args.parallel.nccl_communicator_config_path,
-        args.parallel.high_priority_groups,
-        plan_groups(launch_env.world_size, **sizes),
-    )
+        print(f"groups of {launch_env.world_size} ranks:\n{group_table(plans)}", flush=True)
+    nccl = read_options(args.parallel.nccl_communicator_config_path, args.parallel.high_priority_groups, plans)
+    sizes |= options
     try:
         return ParallelState.create(launch_env.world_size, launch_env.rank, **sizes, timeout=timeout, nccl=nccl)
     except RuntimeError as error:

@@ -38,6 +38,7 @@ from moe_trainer.model.transformer import Transformer
 from moe_trainer.model.weights import load_named_weights
 from moe_trainer.ops.fused_library import FusedLibrary
 from moe_trainer.optim.apex import select_fused_library
+from moe_trainer.optim.buckets import plan_layouts
 from moe_trainer.optim.fsdp_shard import FsdpGrads
 from moe_trainer.optim.grad_buffer import DataParallelGrads
 from moe_trainer.optim.optimizer import Optimizer
@@ -48,7 +49,8 @@ from moe_trainer.parallel.fsdp import FullSharding
 from moe_trainer.parallel.fsdp_overlap import FSDPPassState, reduce_after_weight_grads
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.pipeline.batch_sizes import deadlocking_batch_sizes
-from moe_trainer.pipeline.schedule import Schedule
+from moe_trainer.pipeline.orders import ScheduleKind
+from moe_trainer.pipeline.schedule import FwdBwdPairRunner, Schedule, run_in_turn
 from moe_trainer.resilience.layer_trace import register_layer_trace_hooks
 from moe_trainer.training.data_setup import get_tokenizer_files
 from moe_trainer.training.initialize import Runtime
@@ -75,19 +77,7 @@ def build_train_run(args: Arguments, runtime: Runtime, tokenizer: Tokenizer, wil
         mark_layers(timers.ranges, chunks)
         library = select_fused_library(runtime.device, ps.world)
         grads = build_grad_buffers(args, runtime, chunks, library)
-        optimizer = Optimizer(
-            chunks,
-            grads,
-            args.optimizer,
-            args.precision,
-            args.parallel,
-            ps,
-            device=runtime.device,
-            check_for_nan=args.training.check_for_nan_in_loss_and_grad,
-            count_zeros=args.output.log_num_zeros_in_grad,
-            timer=timers,
-            library=library,
-        )
+        optimizer = Optimizer(chunks, grads, args, ps, device=runtime.device, timer=timers, library=library)
     common = _common_fields(args, runtime, vocab, timers, chunks)
     final_batch_size = common["batch_size"].final_global_batch_size
     with as_user_error("schedules"):
@@ -281,15 +271,20 @@ def build_grad_buffers(
             "--gradient-accumulation-fusion has no effect: graphs of layer parts return gradients, which hooks outside "
             "accumulate"
         )
-    return DataParallelGrads(
+    layouts = plan_layouts(
         parameters(chunks),
+        ps,
+        parallel,
+        lambda param: is_matrix(param, args.optimizer),
+        separate=list(chunks[0].parameters()) if parallel.overlap_param_gather_with_optimizer_step else (),
+    )
+    return DataParallelGrads(
+        layouts,
         ps,
         parallel,
         args.precision,
         per_token_loss=per_token,
         main_grads="bf16" if narrow else args.optimizer.main_grads_dtype,
-        is_matrix=lambda param: is_matrix(param, args.optimizer),
-        separate=list(chunks[0].parameters()) if parallel.overlap_param_gather_with_optimizer_step else (),
         fused=fused,
         library=library,
     )
@@ -331,18 +326,15 @@ def parameters(chunks: list[Transformer]) -> list[Parameter]:
 
 
 def build_schedule(args: Arguments, runtime: Runtime, chunks: list[Transformer]) -> Schedule:
-    parallel, late_head = args.parallel, args.parallel.has_deferred_head_wgrad
+    kind, executor = ScheduleKind.of_flags(args.parallel, len(chunks)), chunks[0].overlap_executor
     return Schedule(
-        parallel.pipeline_schedule,
+        kind,
         runtime.ps.pp,
-        len(chunks),
         runtime.device,
         second=runtime.ps.pp_second,
-        group_size=parallel.microbatch_group_size_per_vp_stage,
-        overlap=parallel.overlap_p2p_comm,
-        queues=[chunk.weight_grads for chunk in chunks] if parallel.has_deferred_wgrad or late_head else None,
-        head_lag=parallel.wgrad_deferral_limit if late_head else None,
-        overlap_executor=chunks[0].overlap_executor if parallel.overlap_moe_expert_parallel_comm else None,
+        overlap=args.parallel.overlap_p2p_comm,
+        queues={index: chunk.weight_grads for index, chunk in enumerate(chunks) if chunk.weight_grads is not None},
+        run_pair=run_in_turn if executor is None else FwdBwdPairRunner(executor, runtime.device).run,
     )
 
 

@@ -1,9 +1,13 @@
 """Placement of layers, embedding, loss and multi-token prediction, for every way to set it with flags."""
 
 import itertools
+from dataclasses import replace
 
 import arguments
+from arguments.checkpoint_args import STAGES
 from arguments.container import freeze
+from arguments.model import ModelArgs
+from arguments.parallel import ParallelArgs
 from arguments.rules.layout_grammar import read_layout
 from arguments.stage_layout import chunk_layouts, embedding_stages
 from tests.arguments.rule_lines import findings, recorded, without
@@ -143,3 +147,31 @@ def test_recorded_command_lines_give_the_recorded_chunk_count():
             assert len(layouts[0]) == (vpp or 1), case["name"]
         seen += 1
     assert seen >= 4
+
+
+def test_only_flags_of_stages_place_layers():
+    """A checkpoint's buckets are laid out by these flags of its record, and a search replaces them."""
+    read = set()
+
+    class Recorder:
+        def __init__(self, parallel):
+            self._parallel = parallel
+
+        def __getattr__(self, name):
+            read.add(name)
+            return getattr(self._parallel, name)
+
+    model = ModelArgs(num_layers=8)
+    for flags in (
+        {},
+        {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True, "num_layers": 6},
+        {"decoder_first_pipeline_num_layers": 2, "decoder_last_pipeline_num_layers": 6},
+        {"num_virtual_stages_per_pipeline_rank": 2},
+        {"num_layers_per_virtual_pipeline_stage": 2},
+        {"pipeline_model_parallel_layout": "Et*4|t*4L"},
+    ):
+        layers = flags.pop("num_layers", model.num_layers)
+        chunk_layouts(
+            replace(model, num_layers=layers), Recorder(ParallelArgs(pipeline_model_parallel_size=2, **flags))
+        )
+    assert read == {*STAGES, "pipeline_model_parallel_size"}

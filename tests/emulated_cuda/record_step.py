@@ -358,7 +358,7 @@ def record(
     run, state = training_trace.make_run(args, rank, ps, 2, device="cuda", batches=batches), TrainState()
     for _, layer in named_transformer_layers(run.chunks):  # what follows the last one is no layer's
         layer.register_forward_hook(lambda *unused: setattr(ps.trace, "layer", ""))
-    run.schedule.orders = make_sequential_orders(ps.pp.size, len(run.chunks), run.schedule.has_wgrad_actions)
+    run.schedule.orders = make_sequential_orders(ps.pp.size, len(run.chunks), run.schedule.kind.has_wgrad_actions)
     with torch.autograd.set_detect_anomaly(True, check_nan=False):
         for iteration, count in enumerate((1, microbatches)):  # the first makes what stays
             recording.on = iteration == 1

@@ -79,10 +79,9 @@ def _state(run):
         for state in run.optimizer._shards
         for block in state.blocks
         for _, each in block.storages()
-        for tensor in (each.flat, each.scales)
-        if tensor is not None
+        for tensor in each.tensors
     ]
-    buffers = [state.model for state in run.optimizer._shards] + [buffer.flat for buffer in run.grads.buffers]
+    buffers = [state.gather_buffer for state in run.optimizer._shards] + [buffer.flat for buffer in run.grads.buffers]
     frozen = [param for chunk in run.chunks for param in chunk.parameters() if not param.requires_grad]
     return sum(tensor.untyped_storage().nbytes() for tensor in [*buffers, *kept, *frozen])
 

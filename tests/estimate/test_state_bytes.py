@@ -117,7 +117,7 @@ def _of_one_run(argv, rank, n):
     parts = {"weights": weights, "gradients": gradients, "main_params": 0, "moments": 0, "host": 0}
     for block in (block for state in run.optimizer._shards for block in state.blocks):
         for name, kept in block.storages():
-            size = sum(x.untyped_storage().nbytes() for x in (kept.flat, kept.scales) if x is not None)
+            size = sum(x.untyped_storage().nbytes() for x in kept.tensors)
             parts["main_params" if name == "fp32_param" else "moments"] += size
             parts["host"] += size if block.is_updated_on_host or block.placement.always_copies else 0
     stored = {

@@ -10,6 +10,7 @@ from moe_trainer.evaluation.scoring import Scorer
 from moe_trainer.inference.model import Model
 from moe_trainer.model.build import build_chunks
 from moe_trainer.parallel.state import ParallelState
+from moe_trainer.pipeline.orders import ScheduleKind
 from moe_trainer.pipeline.schedule import Schedule
 
 VOCAB = 96
@@ -30,7 +31,9 @@ def chunk():
 
 def scorer(chunk, batch_size=4, **changes):
     ps = ParallelState.single()
-    model = Model([chunk], Schedule(None, ps.pp, 1, torch.device("cpu")), ps, torch.device("cpu"), 16, VOCAB, **changes)
+    model = Model(
+        [chunk], Schedule(ScheduleKind(), ps.pp, torch.device("cpu")), ps, torch.device("cpu"), 16, VOCAB, **changes
+    )
     return Scorer(model, batch_size)
 
 

@@ -7,6 +7,7 @@ from torch import nn
 
 from arguments.parallel import ParallelArgs
 from arguments.precision import PrecisionArgs
+from moe_trainer.optim.buckets import plan_layouts
 from moe_trainer.optim.finalize import finalize_grads
 from moe_trainer.optim.grad_buffer import DataParallelGrads
 from moe_trainer.parallel import collectives
@@ -29,7 +30,13 @@ def _grads_after(module, ps, rank, distributed, precision=None, overlap=False, p
     parallel = ParallelArgs(
         use_distributed_optimizer=distributed, overlap_grad_reduce=overlap, ddp_bucket_size=100 if overlap else None
     )
-    grads = DataParallelGrads(module.parameters(), ps, parallel, precision or PrecisionArgs(), per_token_loss=per_token)
+    grads = DataParallelGrads(
+        plan_layouts(module.parameters(), ps, parallel),
+        ps,
+        parallel,
+        precision or PrecisionArgs(),
+        per_token_loss=per_token,
+    )
     for _ in range(2):  # twice: nothing of the first iteration may be left
         grads.zero()
         sum((param * (rank + 1)).sum() for param in module.parameters()).backward()
@@ -146,7 +153,9 @@ def _collectives(rank, n):
     """Number of collectives that finalize_grads needs once the layouts are known to agree."""
     ps = ParallelState.create(n, rank, tp=2)
     module = _make_module(torch.float32, **{f"norm{i}": ((8 + i,), {"is_grad_partial": True}) for i in range(9)})
-    grads = DataParallelGrads(module.parameters(), ps, ParallelArgs(), PrecisionArgs(), per_token_loss=False)
+    grads = DataParallelGrads(
+        plan_layouts(module.parameters(), ps, ParallelArgs()), ps, ParallelArgs(), PrecisionArgs(), per_token_loss=False
+    )
     calls, launch = [], collectives.all_reduce
     collectives.all_reduce = lambda *args, **kwargs: (calls.append(1), launch(*args, **kwargs))[1]
     for _ in range(2):

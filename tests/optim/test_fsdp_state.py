@@ -7,9 +7,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import cross_entropy
-from toy import build_training
+from toy import build_training, make_arguments
 
-from arguments.optimizer import OptimizerArgs
 from arguments.parallel import ParallelArgs
 from arguments.precision import PrecisionArgs
 from moe_trainer.optim.finalize import finalize_grads
@@ -127,7 +126,8 @@ def _train_flat_and_sharded(rank, n, degrees, instances, dtype, per_token):
         model.to(dtype).to(torch.float32)
     _shard(model, ps, dtype)
     grads = FsdpGrads(model.parameters(), ps, per_token_loss=per_token)
-    optimizer = Optimizer([model], grads, OptimizerArgs(**options), precision, ParallelArgs(), ps, count_zeros=True)
+    args = make_arguments(ParallelArgs(), precision, count_zeros=True, **options)
+    optimizer = Optimizer([model], grads, args, ps)
     found = _train(model, grads, optimizer, ps, step_seeds)
 
     tolerance = 2e-6 if dtype == torch.float32 else 2e-3

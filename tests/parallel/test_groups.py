@@ -6,12 +6,13 @@ import pytest
 from commands import run
 from training.tiny import MOCK, TINY
 
+from moe_trainer.parallel.grid import make_layout
 from moe_trainer.parallel.groups import group_table, plan_groups
 from moe_trainer.parallel.state import Group, ParallelState
 
 
 def test_table_lists_every_group_of_a_parallel_state():
-    table = group_table(plan_groups(8, tp=2, pp=2, ep=4)).splitlines()
+    table = group_table(plan_groups(make_layout(8, tp=2, pp=2, ep=4))).splitlines()
     rows = {line.split()[0]: line.split(maxsplit=4)[4] for line in table}
     assert set(rows) == {field.name for field in fields(ParallelState) if field.type is Group} - {"world"}
     assert rows["tp"] == "[0 1] [2 3] [4 5] [6 7]"
@@ -21,7 +22,7 @@ def test_table_lists_every_group_of_a_parallel_state():
 
 
 def test_groups_of_context_ranks():
-    table = group_table(plan_groups(8, tp=2, cp=2)).splitlines()
+    table = group_table(plan_groups(make_layout(8, tp=2, cp=2))).splitlines()
     rows = {line.split()[0]: line.split(maxsplit=4)[4] for line in table}
     assert {name: rows[name] for name in ("dp", "cp", "dp_cp", "tp_cp", "tp_dp_cp")} == {
         "dp": "[0 4] [1 5] [2 6] [3 7]",
@@ -33,7 +34,7 @@ def test_groups_of_context_ranks():
 
 
 def test_table_lists_dynamic_groups_of_every_size():
-    table = group_table(plan_groups(8, tp=2, dynamic_cp_sizes=(1, 2, 4))).splitlines()
+    table = group_table(plan_groups(make_layout(8, tp=2), dynamic_cp_sizes=(1, 2, 4))).splitlines()
     rows = {line.split()[0]: line.split(maxsplit=4)[4] for line in table}
     assert {name: row for name, row in rows.items() if name.startswith("dynamic_cp")} == {
         "dynamic_cp_1": "each rank alone",
@@ -54,13 +55,13 @@ def test_table_lists_dynamic_groups_of_every_size():
     ],
 )
 def test_expert_groups_are_split_at_nodes(world, sizes, ranks_per_node, intra, inter):
-    table = group_table(plan_groups(world, **sizes, ranks_per_node=ranks_per_node)).splitlines()
+    table = group_table(plan_groups(make_layout(world, **sizes), ranks_per_node=ranks_per_node)).splitlines()
     rows = {line.split()[0]: line.split(maxsplit=4)[4] for line in table}
     assert (rows["ep_intra"], rows["ep_inter"]) == (intra, inter)
 
 
 def test_table_of_1024_ranks_shows_strides():
-    rows = group_table(plan_groups(1024, tp=8, pp=8, ep=16)).splitlines()
+    rows = group_table(plan_groups(make_layout(1024, tp=8, pp=8, ep=16))).splitlines()
     assert rows[0].split()[:4] == ["dp", "64", "x", "16"] and "[0-120/8]" in rows[0]
 
 

@@ -8,13 +8,14 @@ import torch.distributed as dist
 
 from arguments import parse_args
 from moe_trainer.errors import UserError
+from moe_trainer.parallel.grid import make_layout
 from moe_trainer.parallel.groups import plan_groups
 from moe_trainer.parallel.nccl_options import read_options
 from moe_trainer.parallel.state import ParallelState
 from tests.arguments.test_tokens import TOY
 
 FILE = "ep:\n  max_ctas: 8\n  net_name: IB\nep_dp:\n  cga_cluster_size: 2\n"
-GROUPS = plan_groups(4, ep=2)
+GROUPS = plan_groups(make_layout(4, ep=2))
 
 
 class Options:

@@ -4,7 +4,14 @@ import itertools
 
 import pytest
 
-from moe_trainer.pipeline.orders import interleaved_order, make_orders, one_f_one_b_order, split_backward
+from arguments.parallel import ParallelArgs
+from moe_trainer.pipeline.orders import (
+    ScheduleKind,
+    interleaved_order,
+    make_orders,
+    one_f_one_b_order,
+    split_backward,
+)
 from moe_trainer.pipeline.p2p_program import Message, P2PBatch, channel, program
 from moe_trainer.pipeline.simulate import (
     BACKWARD,
@@ -138,7 +145,8 @@ def simulate_rendezvous(programs, pp, chunks, batched, channels=1):
                 if isinstance(step, P2PBatch):
                     leaving[rank] = [ident(rank, a, True) for a in sends(step)]
                     messages = [
-                        (channel(rank, message, pp) % channels, ident(rank, *message)) for message in step.messages
+                        (channel(rank, message, pp) % channels, ident(rank, message.action, message.is_send))
+                        for message in step.messages
                     ]
                     for which, together in (
                         [(0, {message for _, message in messages})]
@@ -207,9 +215,10 @@ def test_directions_do_not_wait_for_each_other(name):
             for message in step.messages if isinstance(step, P2PBatch) else ():
                 which = channel(rank, message, pp)
                 carried.setdefault((rank, which), set()).add(message.is_send if pp == 2 else message.action.kind)
+                other, action = (target if message.is_send else source)(rank, message.action, pp, chunks)
+                assert message.peer == other
                 if message.is_send:
-                    other, action = target(rank, message.action, pp, chunks)
-                    assert channel(other, Message(action, False), pp) == which
+                    assert channel(other, Message(action, False, rank), pp) == which
     assert len(carried) == 2 * pp and all(len(kinds) == 1 for kinds in carried.values())
 
 
@@ -289,3 +298,12 @@ def test_a_lag_of_zero_defers_all_weight_gradients_of_the_head():
     last = make_orders("1f1b", 2, 1, 4, head_lag=0)[-1]
     assert [action.kind for action in last[-4:]] == [WEIGHT] * 4
     assert [action.kind for action in make_orders("1f1b", 2, 1, 4, head_lag=1)[-1]] != [action.kind for action in last]
+
+
+def test_flags_select_the_kind_of_schedule():
+    assert ScheduleKind.of_flags(ParallelArgs(), 1) == ScheduleKind("1f1b")
+    assert ScheduleKind.of_flags(ParallelArgs(), 2) == ScheduleKind("interleaved", 2)
+    late = ScheduleKind.of_flags(ParallelArgs(defer_embedding_wgrad_compute=True, wgrad_deferral_limit=3), 1)
+    assert late.has_wgrad_actions and late.orders(2, 4) == make_orders("1f1b", 2, 1, 4, head_lag=3)
+    zero_bubble = ScheduleKind.of_flags(ParallelArgs(pipeline_schedule="zero-bubble"), 1)
+    assert zero_bubble.has_wgrad_actions and zero_bubble.head_lag is None

@@ -12,6 +12,7 @@ from moe_trainer.parallel import p2p
 from moe_trainer.parallel.state import Group, ParallelState
 from moe_trainer.parallel.weight_grads import WeightGradQueue
 from moe_trainer.pipeline.microbatches import MicrobatchCache
+from moe_trainer.pipeline.orders import ScheduleKind
 from moe_trainer.pipeline.schedule import Schedule, ScheduleInputs
 
 CPU = torch.device("cpu")
@@ -73,11 +74,10 @@ def _run(rank, pp, kind, vpp, m, group_size, overlap):
     used, isend = [], p2p.isend
     p2p.isend = lambda x, group, to: used.append((group, to)) or isend(x, group, to)
     zero_bubble = kind == "zero-bubble"
-    queues = [WeightGradQueue() for _ in range(vpp)] if zero_bubble else None
-    chunks = [Chunk(index * pp + rank, queues[index] if zero_bubble else None) for index in range(vpp)]
-    schedule = Schedule(
-        kind, ps.pp, vpp, CPU, second=ps.pp_second, group_size=group_size, overlap=overlap, queues=queues
-    )
+    queues = {index: WeightGradQueue() for index in range(vpp)} if zero_bubble else {}
+    chunks = [Chunk(index * pp + rank, queues.get(index)) for index in range(vpp)]
+    kind = ScheduleKind(kind, vpp, group_size)
+    schedule = Schedule(kind, ps.pp, CPU, second=ps.pp_second, overlap=overlap, queues=queues)
     depth, reduced, totals = [0], [], {}
 
     @contextlib.contextmanager
@@ -155,7 +155,7 @@ def _outputs_are_freed(rank, pp):
         weakest.append(sum(len(entry) for entry in alive))
         return (y.square().mean(), None) if rank == pp - 1 else (y, None)
 
-    Schedule("1f1b", ps.pp, 1, CPU).run(ScheduleInputs(forward_step, 4, input_spec))
+    Schedule(ScheduleKind(), ps.pp, CPU).run(ScheduleInputs(forward_step, 4, input_spec))
     return max(weakest)
 
 
@@ -163,11 +163,12 @@ def test_output_is_freed_after_it_is_sent():
     assert run_ranks(_outputs_are_freed, 3)[0] == 1
 
 
-def make_schedule(**options):
-    return Schedule(None, Group.single("pp"), 1, CPU, **options)
+def make_schedule(pairs=False):
+    return Schedule(ScheduleKind(pairs=pairs), Group.single("pp"), CPU)
 
 
-def test_one_rank_gradients_equal_the_mean_over_microbatches():
+@pytest.mark.parametrize("pairs", [False, True])
+def test_one_rank_gradients_equal_the_mean_over_microbatches(pairs):
     model, plain = Toy(), Toy()
     grads, _ = build_training(model)
     grads.zero()
@@ -177,7 +178,7 @@ def test_one_rank_gradients_equal_the_mean_over_microbatches():
         loss = compute_loss(model, 3 + microbatch)
         return loss, microbatch
 
-    results = make_schedule().run(
+    results = make_schedule(pairs).run(
         ScheduleInputs(forward_step, 3, input_spec, grad_scale=1 / 3, accumulate=grads.accumulate)
     )
     grads.finish()

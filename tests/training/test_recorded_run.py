@@ -15,10 +15,12 @@ import arguments
 from moe_trainer.model.build import build_chunks
 from moe_trainer.model.weights import load_named_weights
 from moe_trainer.moe.balancing import collect_moe_metrics, start_iteration, update_expert_bias
+from moe_trainer.optim.buckets import plan_layouts
 from moe_trainer.optim.grad_buffer import DataParallelGrads
 from moe_trainer.optim.optimizer import Optimizer
 from moe_trainer.optim.schedules import build_lr_schedule
 from moe_trainer.parallel.state import ParallelState
+from moe_trainer.pipeline.orders import ScheduleKind
 from moe_trainer.pipeline.schedule import Schedule, ScheduleInputs
 
 FOLDER = Path(__file__).resolve().parents[1] / "data" / "a2_mixtral"
@@ -29,13 +31,14 @@ def test_ten_iterations_equal_the_recorded_megatron_run():
     args, ps = arguments.parse_args(recorded["argv"], 1), ParallelState.single()
     chunks = build_chunks(args, ps, 512)
     load_named_weights(chunks, load_file(FOLDER / "init.safetensors"), ps)
-    grads = DataParallelGrads(chunks[0].parameters(), ps, args.parallel, args.precision, per_token_loss=False)
-    optimizer = Optimizer(chunks, grads, args.optimizer, args.precision, args.parallel, ps)
+    layouts = plan_layouts(chunks[0].parameters(), ps, args.parallel)
+    grads = DataParallelGrads(layouts, ps, args.parallel, args.precision, per_token_loss=False)
+    optimizer = Optimizer(chunks, grads, args, ps)
     schedule = build_lr_schedule(args.optimizer, args.training, args.training.global_batch_size)
     with np.load(FOLDER / "batches.npz") as data:
         tokens, labels = (torch.from_numpy(data[name].astype(np.int64)) for name in ("tokens", "labels"))
     batches = iter(zip(tokens, labels, strict=True))
-    pipeline = Schedule(None, ps.pp, 1, torch.device("cpu"))
+    pipeline = Schedule(ScheduleKind(), ps.pp, torch.device("cpu"))
     positions = torch.arange(tokens.shape[-1]).expand(tokens.shape[1:])
 
     def forward_step(*_):

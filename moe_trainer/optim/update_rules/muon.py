@@ -81,11 +81,12 @@ class Muon(MatrixRule):
             return torch.cat([self._scaled(x.unsqueeze(0), len(x), x.shape[1], None, None)[0] for x in matrices])
         stack = x if info.stacked else x.unsqueeze(0)
         mode = self._settings.muon_tp_mode if info.shard_count > 1 else "blockwise"
-        group = self._etp if info.kind == "expert" else self._tp
-        if mode == "duplicated":
-            direction = _local_shard(self._by_projection(info, _gather_full(stack, info, group), 0), info)
+        group, dim = self._etp if info.kind == "expert" else self._tp, info.sharded_dim
+        if mode == "duplicated" and dim is not None:
+            direction = self._by_projection(info, _gather_full(stack, info, 1 + dim, group), 0)
+            direction = _local_shard(direction, info, 1 + dim)
         else:
-            first_row = info.shard_rank * stack.shape[1] if info.sharded_dim == 0 else 0
+            first_row = info.shard_rank * stack.shape[1] if dim == 0 else 0
             direction = self._by_projection(info, stack, first_row, group if mode == "distributed" else None)
         return direction.view(x.shape)
 
@@ -131,21 +132,17 @@ class Muon(MatrixRule):
         return factor * (compute_scale(settings.muon_scale_mode, rows, columns) * settings.muon_extra_scale_factor)
 
 
-def _gather_full(stack: Tensor, info: ParamInfo, group: Group) -> Tensor:
-    """All-gather matrices [n, rows, columns] from their shards."""
+def _gather_full(stack: Tensor, info: ParamInfo, dim: int, group: Group) -> Tensor:
+    """All-gather matrices [n, rows, columns] from their shards along `dim`."""
     shards = stack.new_empty((group.size, *stack.shape))
     collectives.all_gather_flat(shards.view(-1), stack.contiguous().view(-1), group)
-    assert info.sharded_dim is not None
-    dim = 1 + info.sharded_dim
     parts = shards.split(part_lengths(info, stack.shape[dim]), dim + 1)
     # [ranks, .., part, ..] -> [.., ranks, part, ..]
     return torch.cat([part.movedim(0, dim).flatten(dim, dim + 1) for part in parts], dim)
 
 
-def _local_shard(full: Tensor, info: ParamInfo) -> Tensor:
-    """Return this rank's shard of full matrices [n, rows, columns]."""
-    assert info.sharded_dim is not None
-    dim = 1 + info.sharded_dim
+def _local_shard(full: Tensor, info: ParamInfo, dim: int) -> Tensor:
+    """Return this rank's shard along `dim` of full matrices [n, rows, columns]."""
     parts = full.split(part_lengths(info, full.shape[dim]), dim)
     return torch.cat([part.chunk(info.shard_count, dim)[info.shard_rank] for part in parts], dim)
 
