@@ -60,22 +60,48 @@ def backend_problem(model: ModelArgs, params_dtype: str, cuda: bool) -> str | No
 
 
 @dataclass(frozen=True)
+class PackedBorders:
+    """Where packed sequences begin and end.
+
+    Args:
+        documents: the sequences as documents.
+        cu_seqlens: cumulative lengths with padding, int32 where attention computes.
+    """
+
+    packed: Packed
+    documents: Documents
+    cu_seqlens: Tensor
+
+    def of_chunks(self, size: int, device: torch.device) -> Tensor:
+        """Return the cumulative lengths of the sequences cut into chunks, int32, the same for all layers."""
+        derived = self.documents.derived
+        if -size not in derived:  # groups have positive sizes
+            lengths = self.packed.padded_lengths
+            cut = [min(size, each - first) for each in lengths for first in range(0, each, size)]
+            derived[-size] = to_device(torch.tensor([0, *itertools.accumulate(cut)], dtype=torch.int32), device)
+        return derived[-size]
+
+
+@dataclass(frozen=True)
 class AttentionMask:
     """What a query may attend to, in addition to the causal rule and the layer's window.
 
     Args:
         mask: bool [B or 1, 1, S, S], True = visible; replaces the causal rule.
         documents: of the full sequence; a query sees its own document only, without an [S, S] mask.
-        packed: the lengths of packed sequences, which are documents then.
-        cu_seqlens: their cumulative lengths with padding, int32 where attention computes.
+        borders: of packed sequences, which are documents then.
         cache: of earlier positions, in generation; every other field is None then.
     """
 
     mask: Tensor | None = None
     documents: Documents | None = None
-    packed: Packed | None = None
-    cu_seqlens: Tensor | None = None
+    borders: PackedBorders | None = None
     cache: KVCache | None = None
+
+    @property
+    def packed(self) -> Packed | None:
+        """The lengths of packed sequences."""
+        return None if self.borders is None else self.borders.packed
 
     @staticmethod
     def of(
@@ -98,7 +124,7 @@ class AttentionMask:
         if packed is not None:
             documents = Documents.of(packed.ids(), device, packed.padded_lengths)
             cu_seqlens = to_device(torch.as_tensor(packed.cu_seqlens_padded, dtype=torch.int32), device)
-            return AttentionMask(documents=documents, packed=packed, cu_seqlens=cu_seqlens)
+            return AttentionMask(documents=documents, borders=PackedBorders(packed, documents, cu_seqlens))
         if attention_mask is not None and document_ids_BS is not None:
             raise ValueError("give an attention mask or document ids, not both")
         if document_ids_BS is not None:
@@ -115,24 +141,18 @@ class AttentionMask:
         """Number of ranks that share the sequences; None for that of all microbatches."""
         return None if self.packed is None else self.packed.cp_size
 
-    def chunk_borders(self, size: int, device: torch.device) -> Tensor:
-        """Return the cumulative lengths of packed sequences cut into chunks, int32, the same for all layers."""
-        assert self.documents is not None
-        derived = self.documents.derived
-        if -size not in derived:  # groups have positive sizes
-            cut = [min(size, each - first) for each in self.lengths for first in range(0, each, size)]
-            derived[-size] = to_device(torch.tensor([0, *itertools.accumulate(cut)], dtype=torch.int32), device)
-        return derived[-size]
-
     def static_copy(self, graphs: CudaGraphs) -> "AttentionMask":
         """Return the mask with what changes from batch to batch in the static inputs that captured parts read."""
         if self.documents is None or not self.documents.is_static:
             return self
-        documents, packed, cu_seqlens = Documents.of(graphs.hold(self.documents.ids_BS)), self.packed, self.cu_seqlens
-        if isinstance(packed, PackedOnDevice):
-            cu_seqlens = graphs.hold(packed.cu_seqlens_padded)
-            packed = replace(packed, lengths=graphs.hold(packed.lengths), cu_seqlens_padded=cu_seqlens)
-        return AttentionMask(documents=documents, packed=packed, cu_seqlens=cu_seqlens)
+        documents, borders = Documents.of(graphs.hold(self.documents.ids_BS)), self.borders
+        if borders is not None:
+            packed, cu_seqlens = borders.packed, borders.cu_seqlens
+            if isinstance(packed, PackedOnDevice):
+                cu_seqlens = graphs.hold(packed.cu_seqlens_padded)
+                packed = replace(packed, lengths=graphs.hold(packed.lengths), cu_seqlens_padded=cu_seqlens)
+            borders = PackedBorders(packed, documents, cu_seqlens)
+        return AttentionMask(documents=documents, borders=borders)
 
 
 def make_attention_sinks(model: ModelArgs, name: str, tp: Group) -> Parameter | None:
@@ -221,8 +241,9 @@ class CoreAttention(nn.Module):
             UserError: if the kernel of --attention-backend cannot compute this.
         """
         if self._goes_by_blocks(visible):
-            if visible is not None and self._can_attend_by_sequence(visible, q_SBND, v_SBGE):
-                return self._attend_by_sequence(visible, q_SBND, k_SBGD, v_SBGE)
+            borders = None if visible is None else visible.borders
+            if borders is not None and self._can_attend_by_sequence(q_SBND, v_SBGE):
+                return self._attend_by_sequence(borders, q_SBND, k_SBGD, v_SBGE)
             block_mask = self.block_mask(visible, q_SBND.device)
             return ring_attention(
                 q_SBND, k_SBGD, v_SBGE, self.scale, block_mask, self._local_group, self.sinks(q_SBND, sink_N)
@@ -298,25 +319,24 @@ class CoreAttention(nn.Module):
             )
         return self.has_sinks or (visible is not None and visible.documents is not None)
 
-    def _can_attend_by_sequence(self, visible: AttentionMask, q_SBND: Tensor, v_SBGE: Tensor) -> bool:
+    def _can_attend_by_sequence(self, q_SBND: Tensor, v_SBGE: Tensor) -> bool:
         """Return whether kernels for packed sequences support this attention."""
         by_kernel = self.backend != SDPBackend.MATH and not self.has_sinks
-        return visible.packed is not None and by_kernel and self._varlen_supports(q_SBND, v_SBGE)
+        return by_kernel and self._varlen_supports(q_SBND, v_SBGE)
 
     def _varlen_supports(self, q_SBND: Tensor, v_SBGE: Tensor) -> bool:
         has_dropout = self.training and self.dropout_p > 0.0
         return not has_dropout and varlen_attention.can_run(q_SBND[:, 0], v_SBGE[:, 0])
 
-    def _attend_by_sequence(self, visible: AttentionMask, q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor) -> Tensor:
-        assert visible.packed is not None and visible.cu_seqlens is not None
-        borders, longest = visible.cu_seqlens, visible.packed.max_seqlen
+    def _attend_by_sequence(self, borders: PackedBorders, q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor) -> Tensor:
+        cu_seqlens, longest = borders.cu_seqlens, borders.packed.max_seqlen
         if self.chunk is not None and self.chunk < longest:
-            borders, longest = visible.chunk_borders(self.chunk, q_SBND.device), self.chunk
+            cu_seqlens, longest = borders.of_chunks(self.chunk, q_SBND.device), self.chunk
         out_SNE = varlen_attention.varlen_attention(
             q_SBND[:, 0],
             k_SBGD[:, 0],
             v_SBGE[:, 0],
-            borders,
+            cu_seqlens,
             longest,
             self.scale,
             -1 if self.window is None else self.window,

@@ -10,7 +10,7 @@ stream for tensor-parallel shards, the activation policy and the CUDA graphs.
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,8 +18,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend
 
-from arguments import te_support
-from arguments.mechanisms.format_kinds.declaration import StoredForm
+from arguments import Arguments, te_support
 from arguments.model import ModelArgs
 from arguments.moe import MoEArgs
 from arguments.precision import PrecisionArgs
@@ -43,6 +42,9 @@ from moe_trainer.quantization.gemms import QuantizedGemms
 from moe_trainer.quantization.recipe import QuantizationRecipe
 
 logger = logging.getLogger(__name__)
+
+TENSORS_OF_EXPERTS = frozenset({"moe_act", "expert_fc1"})
+"""Names of --recompute-modules and --offload-modules for tensors inside the experts."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,10 @@ class LayerFactory:
             **self._linears(queue=queue),
         )
 
+    def without_queue(self) -> "LayerFactory":
+        """Return the factory for blocks whose weight gradients are never deferred."""
+        return replace(self, queue=None, **self._linears(queue=None))
+
     def for_layer(self, layer_number: int) -> "LayerFactory":
         """Return the factory for one layer (counted from 1), with quantized GEMMs where the flags ask for them."""
         low = self.precision
@@ -146,19 +152,10 @@ LOCAL = LayerFactory("local", ColumnParallelLinear, RowParallelLinear, Replicate
 
 
 def select_layer_factory(
-    transformer_impl: str,
+    args: Arguments,
     ps: ParallelState,
-    cp_comm_types: Sequence[str],
     backends: BackendPolicy = BackendPolicy(),
     kernels: Kernels = Kernels(),
-    *,
-    model: ModelArgs = ModelArgs(),
-    moe: MoEArgs = MoEArgs(),
-    precision: PrecisionArgs = PrecisionArgs(),
-    defers: bool = False,
-    stored_format: StoredForm | None = None,
-    tensors_of_experts: frozenset[str] = frozenset(),
-    captured: frozenset[str] = frozenset(),
     overlap: TpOverlap | None = None,
 ) -> LayerFactory:
     """Return the factory for --transformer-impl, with --cp-comm-type bound to the groups of `ps`.
@@ -167,11 +164,6 @@ def select_layer_factory(
     the same holds for single layers.
 
     Args:
-        model, moe, precision: of the layers to build.
-        defers: weight gradients may be deferred.
-        stored_format: Arguments.stored_weight_format.
-        tensors_of_experts: recomputed and offloaded modules inside the experts.
-        captured: TrainingArgs.captured_modules.
         overlap: of tensor-parallel linears.
 
     Raises:
@@ -181,7 +173,7 @@ def select_layer_factory(
         LOCAL,
         norm=functools.partial(Norm, rms_norm=kernels.rms_norm),
         kernels=kernels,
-        core_attention=functools.partial(make_core_attention, ps=ps, comm_types=tuple(cp_comm_types)),
+        core_attention=functools.partial(make_core_attention, ps=ps, comm_types=tuple(args.parallel.cp_comm_type)),
     )
     if overlap is not None:
         local = replace(
@@ -189,11 +181,11 @@ def select_layer_factory(
             column_linear=functools.partial(ColumnParallelLinear, overlap=overlap),
             row_linear=functools.partial(RowParallelLinear, overlap=overlap),
         )
-    if transformer_impl == "local" or not _has_transformer_engine(transformer_impl, backends):
-        backend = _attention_backend(model, precision, backends, for_all=True)
+    implementation = args.precision.transformer_impl
+    if implementation == "local" or not _has_transformer_engine(implementation, backends):
+        backend = _attention_backend(args.model, args.precision, backends, for_all=True)
         return replace(local, core_attention=functools.partial(local.core_attention, backend=backend))
-    selection = _FusedSelection(local, ps, backends, model, moe, precision, stored_format, tensors_of_experts, captured)
-    return selection.make_factory(tuple(cp_comm_types), defers, overlap)
+    return _FusedSelection(local, ps, backends, args).make_factory(overlap)
 
 
 def _has_transformer_engine(transformer_impl: str, backends: BackendPolicy) -> bool:
@@ -239,16 +231,24 @@ class _FusedSelection:
     local: LayerFactory
     ps: ParallelState
     backends: BackendPolicy
-    model: ModelArgs
-    moe: MoEArgs
-    precision: PrecisionArgs
-    stored_format: StoredForm | None
-    tensors_of_experts: frozenset[str]
-    captured: frozenset[str]
+    args: Arguments
 
-    def make_factory(self, cp_comm_types: tuple[str, ...], defers: bool, overlap: TpOverlap | None) -> LayerFactory:
+    @property
+    def model(self) -> ModelArgs:
+        return self.args.model
+
+    @property
+    def moe(self) -> MoEArgs:
+        return self.args.moe
+
+    @property
+    def precision(self) -> PrecisionArgs:
+        return self.args.precision
+
+    def make_factory(self, overlap: TpOverlap | None) -> LayerFactory:
         """Return TransformerEngine's factory, with local layers where it does not support the flags."""
-        recipe, stream, stored = get_recipe(self.precision), None, self.stored_format
+        recipe, stream, stored = get_recipe(self.precision), None, self.args.stored_weight_format
+        defers = self.args.parallel.has_deferred_wgrad
         low = recipe is not None and self._fits(
             f"linears and experts with {recipe.name} scaling",
             te_support.recipe_problem(self.precision, stored is not None and stored.library_cannot_hold)
@@ -265,7 +265,7 @@ class _FusedSelection:
         layers = te_layers.FusedLayers(
             te.load(),
             self.ps,
-            cp_comm_types,
+            self.args.parallel.cp_comm_type,
             te.autocast(recipe) if low else None,
             attends,
             stream,
@@ -340,11 +340,12 @@ class _FusedSelection:
     def _uses_operation_fuser(self) -> bool:
         if not self.model.use_transformer_engine_op_fuser:
             return False
-        stored, problem = self.stored_format, None
+        stored, training = self.args.stored_weight_format, self.args.training
         if stored is not None and stored.library_takes:
             problem = f"it cannot take weights that are stored in {stored.name}"
         else:
-            problem = te_layers.expert_ops_problem(self.model, self.moe, self.tensors_of_experts)
+            inside = TENSORS_OF_EXPERTS & (training.recomputed_modules | training.offloaded_modules)
+            problem = te_layers.expert_ops_problem(self.model, self.moe, inside)
         return self.backends.should_use(
             ("use_transformer_engine_op_fuser",),
             flag="--use-transformer-engine-op-fuser",
@@ -360,7 +361,11 @@ class _FusedSelection:
             self.backends.capability[0] in GROUPED_MM_CAPABILITIES or self.local.kernels.grouped_gemms is not None
         )
         leaves_counts = has_grouped_gemm and te_support.leaves_counts_on_device(
-            self.moe, self.precision, typed=self.backends.typed, captured=self.captured, fused=fused
+            self.moe,
+            self.precision,
+            typed=self.backends.typed,
+            captured=self.args.training.captured_modules,
+            fused=fused,
         )
         if leaves_counts:
             logger.info(

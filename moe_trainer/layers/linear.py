@@ -14,7 +14,7 @@ sequence parallelism are chunked, so that all of them overlap (tp_overlap.py).
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -34,13 +34,32 @@ from moe_trainer.quantization.gemms import QuantizedGemms
 from moe_trainer.quantization.saved_input import SavedInput
 
 
-def _weight_grad(
-    weight: Parameter, grad: Tensor, x: Tensor | SavedInput, queue: WeightGradQueue | None, gemms: LinearGemms
-) -> Tensor | None:
+class LinearPass(NamedTuple):
+    """How one pass of a linear computes.
+
+    Attributes:
+        group: ranks that share the weight.
+        sequence_parallel: a column linear reads, and a row linear returns, the local tokens.
+        gemms: None for torch's own linear.
+        queue: takes weight gradients while it is active.
+        saves_quantized: save the input for backward as the GEMMs quantize it.
+        overlap: chunks of communication next to the GEMMs.
+    """
+
+    group: Group
+    sequence_parallel: bool
+    gemms: LinearGemms | None = None
+    queue: WeightGradQueue | None = None
+    saves_quantized: bool = False
+    overlap: LinearOverlap = LinearOverlap()
+
+
+def _weight_grad(weight: Parameter, grad: Tensor, x: Tensor | SavedInput, how: LinearPass) -> Tensor | None:
     """Return a weight gradient; None if it is deferred or already in the main gradient."""
-    compute = main_grad.weight_grad_fn(weight, grad, x, gemms)
-    if queue is not None and queue.active:
-        queue.defer(weight, compute)
+    # GEMMs take what they have saved
+    compute = main_grad.weight_grad_fn(weight, grad, cast(Tensor, x), how.gemms or UnquantizedGemms())
+    if how.queue is not None and how.queue.active:
+        how.queue.defer(weight, compute)
         return None
     return compute()
 
@@ -49,13 +68,8 @@ def column_grads(
     grad: Tensor,
     x: Tensor | SavedInput,
     weight: Parameter,
-    group: Group,
-    sequence_parallel: bool,
-    queue: WeightGradQueue | None,
-    gemms: LinearGemms | None,
-    *,
+    how: LinearPass,
     needs: tuple[bool, bool],
-    input_grad_chunks: int = 1,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of x and weight of y = x W^T, W sharded along its output features.
 
@@ -65,23 +79,22 @@ def column_grads(
         grad: [..., out / size], of y.
         x: as the layer received it, or quantized: the local tokens with sequence_parallel.
         needs: which of the two gradients to compute.
-        input_grad_chunks: of the reduce-scatter of an unquantized input gradient.
 
     Returns:
         Two gradients; None where not needed or deferred.
     """
     needs_x, needs_weight = needs
-    gemms = gemms or UnquantizedGemms()
+    group, chunks = how.group, how.overlap.input_grad_chunks
     grad_x: Tensor | None
     reduced: Any
     whole, gathered, grad_x, reduced = x, None, None, None
-    if sequence_parallel and needs_weight:
+    if how.sequence_parallel and needs_weight:
         gathered = _start_gather(x, group)
-    if needs_x and input_grad_chunks > 1:
-        grad_x, reduced = multiply_and_scatter(grad, weight, group, input_grad_chunks, transposed=True)
+    if needs_x and chunks > 1:
+        grad_x, reduced = multiply_and_scatter(grad, weight, group, chunks, transposed=True)
     elif needs_x:
-        grad_whole = gemms.input_grad(grad, weight)
-        if sequence_parallel:
+        grad_whole = (how.gemms or UnquantizedGemms()).input_grad(grad, weight)
+        if how.sequence_parallel:
             grad_x, reduced = reduce_scatter_rows(grad_whole, group, async_op=True)
         else:
             grad_x, reduced = grad_whole, all_reduce(grad_whole, group, async_op=True)
@@ -89,7 +102,7 @@ def column_grads(
     if gathered is not None:
         whole = gathered()
     if needs_weight:
-        grad_weight = _weight_grad(weight, grad, whole, queue, gemms)
+        grad_weight = _weight_grad(weight, grad, whole, how)
     if reduced is not None:
         reduced.wait()
     return grad_x, grad_weight
@@ -122,9 +135,15 @@ def _save(ctx: Any, x: Tensor, quantized: SavedInput | None, weight: Parameter) 
     ctx.input_format = None if quantized is None else quantized.form
 
 
+def _quantized(ctx: Any, x: Tensor, how: LinearPass) -> SavedInput | None:
+    """Return the input as it is saved for a weight gradient that is needed; None if it is not quantized."""
+    saves = how.saves_quantized and isinstance(how.gemms, QuantizedGemms) and ctx.needs_input_grad[1]
+    return how.gemms.saved_input(x) if saves else None
+
+
 def _saved(ctx: Any) -> Tensor | SavedInput:
-    _, *tables = ctx.saved_tensors
-    return tables[0] if ctx.input_format is None else SavedInput(*tables, ctx.input_format)
+    _, values, *inverse = ctx.saved_tensors
+    return values if ctx.input_format is None else SavedInput(values, inverse[0], ctx.input_format)
 
 
 # Saved for backward are the local tokens of x, never the gathered ones: they are gathered again while the input
@@ -136,16 +155,16 @@ def _saved(ctx: Any) -> Tensor | SavedInput:
 
 class _Column(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, group, sequence_parallel, queue, gemms, saves, overlap):
-        ctx.weight = weight
-        ctx.plan, ctx.overlap = (group, sequence_parallel, queue, gemms), overlap
-        if overlap.gathers:
+    def forward(ctx, x, weight, bias, how: LinearPass):
+        ctx.weight, ctx.how = weight, how
+        group, gemms = how.group, how.gemms
+        if how.overlap.gathers:
             _save(ctx, x, None, weight)
             y = gather_and_multiply(x, weight, group)[0]
             return y if bias is None else y.add_(bias)
-        whole = gather_rows(x, group)[0] if sequence_parallel else x
-        quantized = gemms.saved_input(whole) if saves and gemms is not None and ctx.needs_input_grad[1] else None
-        if quantized is not None and sequence_parallel:
+        whole = gather_rows(x, group)[0] if how.sequence_parallel else x
+        quantized = _quantized(ctx, whole, how)
+        if quantized is not None and how.sequence_parallel:
             quantized = quantized.shard(group.rank, group.size)
         _save(ctx, x, quantized, weight)
         if gemms is None:
@@ -156,48 +175,43 @@ class _Column(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         needs = ctx.needs_input_grad
-        chunks = ctx.overlap.input_grad_chunks
-        grad_x, grad_weight = column_grads(
-            grad, _saved(ctx), ctx.weight, *ctx.plan, needs=needs[:2], input_grad_chunks=chunks
-        )
+        grad_x, grad_weight = column_grads(grad, _saved(ctx), ctx.weight, ctx.how, needs[:2])
         grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if needs[2] else None
-        return grad_x, grad_weight, grad_bias, None, None, None, None, None, None
+        return grad_x, grad_weight, grad_bias, None
 
 
 def column_parallel_gemm(
-    x: Tensor, weight: Parameter, group: Group, *, sequence_parallel: bool, gemms: LinearGemms
+    x: Tensor, weight: Tensor, group: Group, *, sequence_parallel: bool, gemms: LinearGemms
 ) -> Tensor:
     """Return y = x W^T with the given GEMMs, W sharded along its output features."""
-    return _Column.apply(x, weight, None, group, sequence_parallel, None, gemms, False, LinearOverlap())
+    return _Column.apply(x, weight, None, LinearPass(group, sequence_parallel, gemms))
 
 
 class _Row(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, group, sequence_parallel, queue, gemms, saves, overlap):
-        _save(ctx, x, gemms.saved_input(x) if saves and ctx.needs_input_grad[1] else None, weight)
-        ctx.weight = weight
-        ctx.plan = group, sequence_parallel, queue, gemms, overlap
-        if overlap.output_chunks > 1:
-            y, reduced = multiply_and_scatter(x, weight, group, overlap.output_chunks)
+    def forward(ctx, x, weight, how: LinearPass):
+        _save(ctx, x, _quantized(ctx, x, how), weight)
+        ctx.weight, ctx.how = weight, how
+        if how.overlap.output_chunks > 1:
+            y, reduced = multiply_and_scatter(x, weight, how.group, how.overlap.output_chunks)
             reduced.wait()
             return y
-        partial = gemms.output(x, weight)
-        return reduce_scatter_rows(partial, group)[0] if sequence_parallel else all_reduce(partial, group)
+        partial = (how.gemms or UnquantizedGemms()).output(x, weight)
+        return reduce_scatter_rows(partial, how.group)[0] if how.sequence_parallel else all_reduce(partial, how.group)
 
     @staticmethod
     def backward(ctx, grad):
-        x, weight = _saved(ctx), ctx.weight
-        group, sequence_parallel, queue, gemms, overlap = ctx.plan
+        x, weight, how = _saved(ctx), ctx.weight, ctx.how
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         grad_x = None
-        if overlap.gathers and needs_x:
-            grad_x, grad = gather_and_multiply(grad, weight, group, transposed=True, keep_rows=True)
-        elif sequence_parallel:
-            grad = gather_rows(grad, group)[0]
-        grad_weight = _weight_grad(weight, grad, x, queue, gemms) if needs_weight else None
+        if how.overlap.gathers and needs_x:
+            grad_x, grad = gather_and_multiply(grad, weight, how.group, transposed=True, keep_rows=True)
+        elif how.sequence_parallel:
+            grad = gather_rows(grad, how.group)[0]
+        grad_weight = _weight_grad(weight, grad, x, how) if needs_weight else None
         if needs_x and grad_x is None:
-            grad_x = gemms.input_grad(grad, weight)
-        return grad_x, grad_weight, None, None, None, None, None, None
+            grad_x = (how.gemms or UnquantizedGemms()).input_grad(grad, weight)
+        return grad_x, grad_weight, None
 
 
 class _Linear(nn.Module):
@@ -237,7 +251,7 @@ class _Linear(nn.Module):
         self._local_group = group if group.size == 1 else Group.single(group.name)
         self.sequence_parallel = sequence_parallel and group.size > 1
         shape = [out_features, in_features]
-        cut = {}
+        cut: dict[str, Any] = {}
         if self.sharded_dim is not None:
             features, what = shape[self.sharded_dim], ("output", "input")[self.sharded_dim]
             if features % (group.size * parts):
@@ -268,14 +282,14 @@ class _Linear(nn.Module):
         self.overlap = overlap.for_linear(name, group.size) if overlap is not None and is_chunked else LinearOverlap()
         self.saves_quantized = self.quantized is not None and not save_original_input
 
-    def _plan(self) -> tuple:
-        """Return the queue, the GEMMs, and whether the quantized input is saved."""
-        return self.queue, self.quantized, self.saves_quantized and torch.is_grad_enabled()
+    def _pass(self, group: Group, sequence_parallel: bool, overlap: LinearOverlap) -> LinearPass:
+        saves = self.saves_quantized and torch.is_grad_enabled()
+        return LinearPass(group, sequence_parallel, self.quantized, self.queue, saves, overlap)
 
     def _forward_local(self, x: Tensor) -> Tensor:
         if self.queue is None and self.quantized is None and not hasattr(self.weight, "main_grad_sum"):
             return F.linear(x, self.weight, self.bias)
-        return _Column.apply(x, self.weight, self.bias, self._local_group, False, *self._plan(), LinearOverlap())
+        return _Column.apply(x, self.weight, self.bias, self._pass(self._local_group, False, LinearOverlap()))
 
     def quantized_weights(self) -> Iterator[tuple[Parameter, QuantizedGemms]]:
         """Yield the weight with its GEMMs, if they are quantized here."""
@@ -307,8 +321,7 @@ class ColumnParallelLinear(_Linear):
         """Map x [S, ..., in] (S / size tokens with sequence_parallel) to y [S, ..., out / size]."""
         if self.group.size == 1:
             return self._forward_local(x)
-        options = self.group, self.sequence_parallel, *self._plan(), self.overlap
-        y = _Column.apply(x, self.weight, self.bias, *options)
+        y = _Column.apply(x, self.weight, self.bias, self._pass(self.group, self.sequence_parallel, self.overlap))
         return self.gathered(y) if self.gather_output else y
 
     def gathered(self, y: Tensor) -> Tensor:
@@ -325,9 +338,7 @@ class RowParallelLinear(_Linear):
         """Map x [S, ..., in / size] to y [S, ..., out], or [S / size, ..., out] with sequence_parallel."""
         if self.group.size == 1:
             return self._forward_local(x)
-        queue, gemms, saves = self._plan()
-        options = self.group, self.sequence_parallel, queue, gemms or UnquantizedGemms(), saves, self.overlap
-        y = _Row.apply(x, self.weight, *options)
+        y = _Row.apply(x, self.weight, self._pass(self.group, self.sequence_parallel, self.overlap))
         return y if self.bias is None else y + self.bias
 
 

@@ -90,15 +90,10 @@ class MultiLatentAttention(nn.Module):
                 ps,
                 layer_number,
                 name=f"{name}.core_attention",
-                head_dim=key_dim,
                 scale=scale,
-                activations=factory.activations,
-                queue=factory.queue,
+                factory=factory,
                 sequence_parallel=sequence_parallel,
                 per_token_loss=per_token_loss,
-                quantized=factory.precision is not None,
-                kernels=factory.kernels.sparse_attention,
-                apply_rope=factory.kernels.apply_rope,
             )
         else:
             self.core_attention = factory.core_attention(model, layer_number, head_dim=key_dim, scale=scale)

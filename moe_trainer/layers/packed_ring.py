@@ -62,19 +62,25 @@ class PackedRing:
         q_SBND: Tensor, v_SBGE: Tensor, block_mask: BlockMask, scale: float, rank: int, size: int
     ) -> "PackedRing | None":
         """Return the local tokens of `size` ranks; None where blocks are needed."""
-        lengths = block_mask.lengths
-        if not lengths or not block_mask.fused or block_mask.dropout_p > 0.0 or block_mask.selection is not None:
+        documents, lengths = block_mask.documents, block_mask.lengths
+        if (
+            documents is None
+            or not lengths
+            or not block_mask.fused
+            or block_mask.dropout_p > 0.0
+            or block_mask.selection is not None
+        ):
             return None
         if (size > 1 and block_mask.left >= 0) or block_mask.chunk:
             return None  # a window or a chunk begins at other keys for every rank
         if q_SBND.shape[1] != 1 or not varlen_attention.can_run(q_SBND[:, 0], v_SBGE[:, 0]):
             return None
-        assert block_mask.documents is not None, "its lengths are those of documents"
-        derived = block_mask.documents.derived
+        derived = documents.derived
         if size not in derived:
             device, local = q_SBND.device, [length // size for length in lengths]
             derived[size] = _borders(local, device), _Chunks.of(local, device) if size > 1 else None
-        return PackedRing(*derived[size], scale, block_mask.left, rank)
+        borders, chunks = derived[size]
+        return PackedRing(borders, chunks, scale, block_mask.left, rank)
 
     def attend(self, source: int, q_BNSD: Tensor, k_BGSD: Tensor, v_BGSE: Tensor, out: Tensor, lse: Tensor) -> None:
         """Merge the keys of rank `source` into the running output and its log-sum-exp, in place."""

@@ -13,12 +13,20 @@ Shapes: S local positions, B sequences, N query heads, G key-value heads, D key 
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from moe_trainer.layers.packed_ring import PackedRing
-from moe_trainer.ops.block_attention import BlockBackwardInputs, BlockMask, PositionRange, attend, attend_backward
+from moe_trainer.ops.block_attention import (
+    BlockBackwardInputs,
+    BlockMask,
+    PositionRange,
+    Selection,
+    attend,
+    attend_backward,
+)
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.mappings import gather_rows, reduce_scatter_rows
 from moe_trainer.parallel.p2p import Receive, Send, exchange
@@ -85,17 +93,17 @@ class _RingAttention(torch.autograd.Function):
                 out,
                 lse,
             )
-        return _end(ctx, q_SBND, k_SBGD, v_SBGE, sink_N, out, lse, scale, block_mask, group)
+        return _end(ctx, _Inputs(q_SBND, k_SBGD, v_SBGE, sink_N), out, lse, scale, block_mask, group)
 
     @staticmethod
     def backward(ctx, grad_SBH):
-        (q_SBND, k_SBGD, v_SBGE, sink_N, out_SBH, lse), (scale, block_mask, group) = _kept(ctx)
+        (q_SBND, k_SBGD, v_SBGE, sink_N), (out_SBH, lse), (scale, block_mask, group) = _kept(ctx)
         q, final, grad_q = _begin_backward(q_SBND, grad_SBH, out_SBH, lse)
         mine = position_ranges(group.rank, group.size, q.shape[2], block_mask.lengths)
         pair = _KeysValues.of(k_SBGD, v_SBGE)
         packed = PackedRing.of(q_SBND, v_SBGE, block_mask, scale, group.rank, group.size)
-        arriving, work = None, None
-        for source, flat in _pass_round(pair.flat, group):
+        arriving, work = pair.flat, collectives.CompletedWork()  # until the first message
+        for step, (source, flat) in enumerate(_pass_round(pair.flat, group)):
             k, v = pair.unpack(flat)
             sums = torch.zeros_like(flat, dtype=grad_q.dtype)
             grads = grad_q, *pair.unpack(sums)
@@ -105,7 +113,7 @@ class _RingAttention(torch.autograd.Function):
                 theirs = position_ranges(source, group.size, q.shape[2], block_mask.lengths)
                 blocks = _blocks(mine, theirs, block_mask)
                 _attend_backward(blocks, q, k, v, scale, block_mask, final, grads)
-            if work is not None:
+            if step:
                 work.wait()
                 sums += arriving
             leaving, arriving, work = sums, *_send_on(sums, group)  # noqa: F841 - leaving lives until it is sent
@@ -128,11 +136,11 @@ class _GatheredAttention(torch.autograd.Function):
         q, out, lse = _begin(q_SBND, v_SBGE, sink_N)
         k, v = _gather(k_SBGD, group, block_mask), _gather(v_SBGE, group, block_mask)
         _attend(_blocks_of_all(group, q.shape[2], block_mask), q, k, v, scale, block_mask, out, lse)
-        return _end(ctx, q_SBND, k_SBGD, v_SBGE, sink_N, out, lse, scale, block_mask, group)
+        return _end(ctx, _Inputs(q_SBND, k_SBGD, v_SBGE, sink_N), out, lse, scale, block_mask, group)
 
     @staticmethod
     def backward(ctx, grad_SBH):
-        (q_SBND, k_SBGD, v_SBGE, sink_N, out_SBH, lse), (scale, block_mask, group) = _kept(ctx)
+        (q_SBND, k_SBGD, v_SBGE, sink_N), (out_SBH, lse), (scale, block_mask, group) = _kept(ctx)
         q, final, grad_q = _begin_backward(q_SBND, grad_SBH, out_SBH, lse)
         k, v = _gather(k_SBGD, group, block_mask), _gather(v_SBGE, group, block_mask)
         grad_k, grad_v = torch.zeros_like(k, dtype=grad_q.dtype), torch.zeros_like(v, dtype=grad_q.dtype)
@@ -148,6 +156,15 @@ class _GatheredAttention(torch.autograd.Function):
             None,
             None,
         )
+
+
+class _Inputs(NamedTuple):
+    """The tensors that have gradients."""
+
+    q_SBND: Tensor
+    k_SBGD: Tensor
+    v_SBGE: Tensor
+    sink_N: Tensor | None
 
 
 _Block = tuple[PositionRange, slice, PositionRange, slice]
@@ -283,39 +300,23 @@ def _begin(q_SBND: Tensor, v_SBGE: Tensor, sink_N: Tensor | None) -> tuple[Tenso
     return q, out, lse if sink_N is None else lse.copy_(sink_N[:, None])
 
 
-def _end(
-    ctx,
-    q_SBND: Tensor,
-    k_SBGD: Tensor,
-    v_SBGE: Tensor,
-    sink_N: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    block_mask: BlockMask,
-    group: Group,
-) -> Tensor:
-    out_SBH = out.permute(2, 0, 1, 3).to(q_SBND.dtype).flatten(2)
+def _end(ctx, inputs: _Inputs, out: Tensor, lse: Tensor, scale: float, block_mask: BlockMask, group: Group) -> Tensor:
+    out_SBH = out.permute(2, 0, 1, 3).to(inputs.q_SBND.dtype).flatten(2)
     selection = block_mask.selection
     # the bits too are saved as tensors are: where activations are computed again, they are
-    ctx.save_for_backward(
-        q_SBND, k_SBGD, v_SBGE, sink_N, out_SBH, lse, None if selection is None else selection.bits_BSC
-    )
-    ctx.how = (
-        scale,
-        block_mask if selection is None else replace(block_mask, selection=replace(selection, bits_BSC=None)),
-        group,
-    )
+    ctx.save_for_backward(*inputs, out_SBH, lse, None if selection is None else selection.bits_BSC)
+    ctx.runs = () if selection is None else selection.runs
+    ctx.how = scale, block_mask if selection is None else replace(block_mask, selection=None), group
     return out_SBH
 
 
-def _kept(ctx) -> tuple[tuple[Tensor | None, ...], tuple[float, BlockMask, Group]]:
+def _kept(ctx) -> tuple[_Inputs, tuple[Tensor, Tensor], tuple[float, BlockMask, Group]]:
     """Return what `_end` saved."""
-    *tensors, bits = ctx.saved_tensors
+    *inputs, out_SBH, lse, bits = ctx.saved_tensors
     scale, block_mask, group = ctx.how
     if bits is not None:
-        block_mask = replace(block_mask, selection=replace(block_mask.selection, bits_BSC=bits))
-    return tuple(tensors), (scale, block_mask, group)
+        block_mask = replace(block_mask, selection=Selection(bits, ctx.runs))
+    return _Inputs(*inputs), (out_SBH, lse), (scale, block_mask, group)
 
 
 def _begin_backward(
@@ -361,16 +362,15 @@ class _KeysValues:
 
 def _pass_round(flat: Tensor, group: Group) -> Iterator[tuple[int, Tensor]]:
     """Yield (rank, tensor) for every rank, the local one first; the next arrives while the caller works."""
-    for step in range(group.size):
-        last = step == group.size - 1
-        following, work = (None, None) if last else _send_on(flat, group)
+    for step in range(group.size - 1):
+        following, work = _send_on(flat, group)
         yield (group.rank - step) % group.size, flat
-        if not last:
-            work.wait()
-            flat = following
+        work.wait()
+        flat = following
+    yield (group.rank + 1) % group.size, flat
 
 
-def _send_on(flat: Tensor, group: Group) -> tuple[Tensor, object]:
+def _send_on(flat: Tensor, group: Group) -> tuple[Tensor, Any]:
     """Start sending to the next rank; return the tensor that will arrive from the previous one, and the work."""
     if group.size == 1:
         return flat, collectives.CompletedWork()

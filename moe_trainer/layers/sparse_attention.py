@@ -24,12 +24,12 @@ from moe_trainer.layers.absorbed_mla import CompressedKV, gather_latents, latent
 from moe_trainer.layers.context_parallel import ContextParallelAttention
 from moe_trainer.layers.core_attention import AttentionMask
 from moe_trainer.layers.init import hidden_init
+from moe_trainer.layers.layer_factory import LayerFactory
 from moe_trainer.layers.linear import ReplicatedLinear
 from moe_trainer.layers.norm import Norm
 from moe_trainer.layers.ring_attention import gathered_attention, position_ranges, ring_attention
 from moe_trainer.layers.rotary import Tables, skips_rope
-from moe_trainer.memory.activations import ActivationPolicy
-from moe_trainer.ops.absorbed_mla import TORCH_TILE_KERNELS, Latents, TileKernels
+from moe_trainer.ops.absorbed_mla import Latents
 from moe_trainer.ops.attach_loss import attach_gradients
 from moe_trainer.ops.hadamard import rotate
 from moe_trainer.ops.rope import apply_rope
@@ -113,11 +113,10 @@ class SparseAttention(ContextParallelAttention):
 
     Args:
         name: global name, e.g. "decoder.layers.0.self_attention.core_attention".
+        scale: of the scores.
+        factory: of the layer.
         sequence_parallel: the indexer's inputs are the local tokens.
-        kernels: of attention to listed keys.
-        apply_rope: of the indexer.
         per_token_loss: see balancing_losses.
-        quantized: linears compute in a low precision.
 
     Attributes:
         recorder: None, or a list that receives the selection of every pass: a bit per query and key, or key lists.
@@ -130,32 +129,36 @@ class SparseAttention(ContextParallelAttention):
         layer_number: int,
         *,
         name: str,
-        head_dim: int,
         scale: float,
-        activations: ActivationPolicy,
-        queue: WeightGradQueue | None = None,
+        factory: LayerFactory,
         sequence_parallel: bool = False,
         per_token_loss: bool = False,
-        quantized: bool = False,
-        kernels: TileKernels = TORCH_TILE_KERNELS,
-        apply_rope: Callable[..., Tensor] = apply_rope,
     ):
         super().__init__(
             model,
             layer_number,
-            head_dim=head_dim,
+            head_dim=model.qk_head_dim + model.qk_pos_emb_head_dim,
             scale=scale,
             heads=None,
             positions=ps.context,
             gathered=True,
         )
-        self.tp, self.gathers_rows, self.activations = ps.tp, sequence_parallel and ps.tp.size > 1, activations
-        self.model, self.quantized, self.kernels = model, quantized, kernels
+        self.tp, self.gathers_rows, self.activations = ps.tp, sequence_parallel and ps.tp.size > 1, factory.activations
+        self.model, self.quantized, self.kernels = (
+            model,
+            factory.precision is not None,
+            factory.kernels.sparse_attention,
+        )
         self.topk = None if model.dsa_indexer_warmup else model.dsa_indexer_topk
         self.relu, self.selected_only = model.dsa_indexer_scoring_relu, model.dsa_indexer_use_sparse_loss
         self.coeff, self.per_token_loss = model.dsa_indexer_loss_coeff or 0.0, per_token_loss
         self.indexer = Indexer(
-            model, ps.tp, name=f"{name}.indexer", layer_number=layer_number, queue=queue, apply_rope=apply_rope
+            model,
+            ps.tp,
+            name=f"{name}.indexer",
+            layer_number=layer_number,
+            queue=factory.queue,
+            apply_rope=factory.kernels.apply_rope,
         )
         self.recorder: list[Tensor] | None = None
         # this rank's shares of the losses of passes, and of their number

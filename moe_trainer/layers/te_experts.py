@@ -13,8 +13,9 @@ Shape letters: R tokens sorted by expert, e local experts, N output width, K inp
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -129,15 +130,27 @@ def stacked(parts: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(parts))
 
 
+class LibraryGemms(NamedTuple):
+    """The library, and how it multiplies for experts.
+
+    Args:
+        context: in which the GEMMs run.
+        pad_multiple: of token counts.
+        stores: weights are stored in a form that the library takes.
+    """
+
+    library: ModuleType
+    context: Callable[[], AbstractContextManager] = nullcontext
+    pad_multiple: int = 1
+    stores: bool = False
+
+
 class FusedGroupedLinear(nn.Module):
     """y = x W_e^T for the tokens of every expert e, without bias.
 
     Args:
-        context: in which the GEMMs run.
         queue: of the chunk; None if no weight gradient is deferred.
-        pad_multiple: of token counts.
         save_original_input: save x itself for backward, not its quantized form, so that it can be recomputed.
-        stores: weights are stored in a form that the library takes.
     """
 
     def __init__(
@@ -145,17 +158,14 @@ class FusedGroupedLinear(nn.Module):
         num_experts: int,
         in_features: int,
         out_features: int,
+        gemms: LibraryGemms,
         *,
-        library: ModuleType,
-        context: Callable[[], AbstractContextManager],
         queue: WeightGradQueue | None = None,
-        pad_multiple: int = 1,
         save_original_input: bool = False,
-        stores: bool = False,
     ):
         super().__init__()
-        self.stores, self.stored = stores, LibraryWeight()
-        self.context, self.queue, self.pad_multiple, self.casts = context, queue, pad_multiple, WeightCastCache()
+        library, self.context, self.pad_multiple, self.stores = gemms
+        self.queue, self.casts, self.stored = queue, WeightCastCache(), LibraryWeight()
         self.fused = library.GroupedLinear(
             num_experts,
             in_features,

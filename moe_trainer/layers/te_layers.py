@@ -29,7 +29,14 @@ from moe_trainer.layers.core_attention import AttentionMask, CoreAttention
 from moe_trainer.layers.kv_cache import KVCache
 from moe_trainer.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from moe_trainer.layers.norm import Norm
-from moe_trainer.layers.te_experts import FusedGroupedLinear, LibraryWeight, give_main_grad, showing, unstacked
+from moe_trainer.layers.te_experts import (
+    FusedGroupedLinear,
+    LibraryGemms,
+    LibraryWeight,
+    give_main_grad,
+    showing,
+    unstacked,
+)
 from moe_trainer.layers.te_ops import FusedExpertMLP
 from moe_trainer.layers.tp_overlap import GEMM_NAMES, TpOverlap
 from moe_trainer.ops.main_grad import add_to_main_grad, is_sum_wider
@@ -227,12 +234,8 @@ class FusedAttention(nn.Module):
         """Attend like CoreAttention.forward; there are no sinks (te_support.attention_problem)."""
         if visible is None:
             return self.fused(q_SBND, k_SBGD, v_SBGE)
-        packed, cu_seqlens, is_half = (
-            visible.packed,
-            visible.cu_seqlens,
-            q_SBND.dtype in (torch.bfloat16, torch.float16),
-        )
-        if packed is None or not self.takes_packed or packed.cp_size not in (None, 1) or not is_half:
+        borders, is_half = visible.borders, q_SBND.dtype in (torch.bfloat16, torch.float16)
+        if borders is None or not self.takes_packed or visible.cp_size not in (None, 1) or not is_half:
             return self.local(q_SBND, k_SBGD, v_SBGE, visible)
         out_TN = self.fused(
             q_SBND[:, 0],
@@ -240,10 +243,10 @@ class FusedAttention(nn.Module):
             v_SBGE[:, 0],
             qkv_format="thd",
             attn_mask_type="padding_causal",
-            cu_seqlens_q=cu_seqlens,
-            cu_seqlens_kv=cu_seqlens,
-            max_seqlen_q=packed.max_seqlen,
-            max_seqlen_kv=packed.max_seqlen,
+            cu_seqlens_q=borders.cu_seqlens,
+            cu_seqlens_kv=borders.cu_seqlens,
+            max_seqlen_q=borders.packed.max_seqlen,
+            max_seqlen_kv=borders.packed.max_seqlen,
             pad_between_seqs=False,  # padding belongs to its sequence; the library would compare on the host
         )
         return out_TN.flatten(1).unsqueeze(1)
@@ -411,6 +414,11 @@ class FusedLayers:
             options["quantize"] = quantize  # how the weight is stored
         return fused(*sizes, library=self.library, context=context, **options)
 
+    def _gemms_of_experts(self, quantize: Callable | None) -> LibraryGemms:
+        if quantize is None or self.context is None:
+            return LibraryGemms(self.library)
+        return LibraryGemms(self.library, self.context, self.pad_multiple, self.stores)
+
     def grouped_linear(
         self,
         num_experts: int,
@@ -424,17 +432,13 @@ class FusedLayers:
         """Build one linear of all experts; None where the local experts or a pipeline compute."""
         if self.expert_ops or not (self.plain_experts if quantize is None else self.quantized_experts):
             return None
-        context, multiple = (contextlib.nullcontext, 1) if quantize is None else (self.context, self.pad_multiple)
         return FusedGroupedLinear(
             num_experts,
             in_features,
             out_features,
-            library=self.library,
-            context=context,
+            self._gemms_of_experts(quantize),
             queue=queue,
-            pad_multiple=multiple,
             save_original_input=save_original_input,
-            stores=self.stores and quantize is not None,
         )
 
     def expert_mlp(
@@ -446,10 +450,8 @@ class FusedLayers:
         return FusedExpertMLP(
             num_experts,
             sizes,
-            library=self.library,
-            context=contextlib.nullcontext if quantize is None else self.context,
+            self._gemms_of_experts(quantize),
             queue=queue,
-            pad_multiple=1 if quantize is None else self.pad_multiple,
             interleave_size=self.interleave_size,
             host_problem=self.plain_host_problem if quantize is None else self.quantized_host_problem,
         )

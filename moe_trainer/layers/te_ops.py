@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import Parameter
 
-from moe_trainer.layers.te_experts import give_main_grads, unstacked
+from moe_trainer.layers.te_experts import LibraryGemms, give_main_grads, unstacked
 from moe_trainer.memory.host_read import integer_tensor
 from moe_trainer.ops.expert_mlp import compute_or_defer
 from moe_trainer.parallel.weight_grads import WeightGradQueue
@@ -73,17 +73,16 @@ class FusedExpertMLP(nn.Module):
         self,
         num_experts: int,
         sizes: tuple[int, int, int],
+        gemms: LibraryGemms,
         *,
-        library: ModuleType,
-        context: Callable[[], AbstractContextManager],
         queue: WeightGradQueue | None = None,
-        pad_multiple: int = 1,
         interleave_size: int | None = None,
         host_problem: str | None = None,
     ):
         """`sizes` are the widths H, F of this rank and the output's."""
         super().__init__()
-        self.context, self.queue, self.pad_multiple = context, queue, pad_multiple
+        library, self.context, self.pad_multiple, _ = gemms
+        self.queue = queue
         self.interleave_size, self.host_problem = interleave_size, host_problem
         hidden, ffn, output = sizes
         fc1, fc2 = (

@@ -9,14 +9,16 @@ Shapes: S sequence, B microbatch, T = S * B tokens, H hidden, V padded vocabular
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from moe_trainer.layers.init import Init, make_parameter
-from moe_trainer.layers.linear import column_grads, column_parallel_gemm
+from arguments.model import ModelArgs
+from moe_trainer.layers.init import Init, make_parameter, output_init
+from moe_trainer.layers.linear import LinearPass, column_grads, column_parallel_gemm
 from moe_trainer.ops.cross_entropy import (
     TORCH_LOGIT_KERNELS,
     BackwardTwiceError,
@@ -45,7 +47,7 @@ from moe_trainer.quantization.gemms import QuantizedGemms
 _BIAS_COLUMNS = 8  # the bias, and zeros up to what the GEMMs of GPUs are fast with
 
 
-def _rows_of(group: Group, num_rows: int, name: str) -> tuple[int, dict]:
+def _rows_of(group: Group, num_rows: int, name: str) -> tuple[int, dict[str, Any]]:
     """Return the number of rows of a table on this rank, and the sharding fields of ParamInfo."""
     if num_rows % group.size:
         raise ValueError(f"{name}: {num_rows} rows do not divide over {group.size} ranks of {group.name}")
@@ -119,66 +121,66 @@ class PositionEmbedding(nn.Module):
 
 class _VocabParallelLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, labels_T, group, sequence_parallel, queue, kernels, gemms):
-        whole = gather_rows(x, group)[0] if sequence_parallel else x
-        probs_TV = gemms.output(whole.reshape(-1, whole.shape[-1]), weight)
-        rows_T, mine_T = _local_rows(labels_T, group, weight.shape[0])
-        loss_T, share_T = _loss_of_columns(probs_TV, rows_T, mine_T, group, kernels)
+    def forward(ctx, x, weight, labels_T, how: LinearPass, kernels):
+        whole = gather_rows(x, how.group)[0] if how.sequence_parallel else x
+        probs_TV = how.gemms.output(whole.reshape(-1, whole.shape[-1]), weight)
+        rows_T, mine_T = _local_rows(labels_T, how.group, weight.shape[0])
+        loss_T, share_T = _loss_of_columns(probs_TV, rows_T, mine_T, how.group, kernels)
         ctx.save_for_backward(x, weight, rows_T, mine_T, loss_T, share_T)
-        ctx.probs_TV, ctx.plan = probs_TV, (group, sequence_parallel, queue, kernels, gemms)
+        ctx.probs_TV, ctx.how, ctx.kernels = probs_TV, how, kernels
         return loss_T
 
     @staticmethod
     def backward(ctx, grad_T):
         x, weight, rows_T, mine_T, loss_T, share_T = ctx.saved_tensors
-        *plan, kernels, gemms = ctx.plan
         grad_TV, ctx.probs_TV = ctx.probs_TV, None
         if grad_TV is None:
             raise BackwardTwiceError
-        kernels.gradient(grad_TV, rows_T, grad_T * share_T, torch.expm1(-loss_T).mul_(grad_T), mine_T)
-        grad_TV, needs = gemms.cast_grad(grad_TV, weight), ctx.needs_input_grad[:2]
-        grad_x, grad_weight = column_grads(grad_TV, x, weight, *plan, gemms, needs=needs)
-        return None if grad_x is None else grad_x.view(x.shape), grad_weight, None, None, None, None, None, None
+        ctx.kernels.gradient(grad_TV, rows_T, grad_T * share_T, torch.expm1(-loss_T).mul_(grad_T), mine_T)
+        grad_TV = ctx.how.gemms.cast_grad(grad_TV, weight)
+        grad_x, grad_weight = column_grads(grad_TV, x, weight, ctx.how, ctx.needs_input_grad[:2])
+        return None if grad_x is None else grad_x.view(x.shape), grad_weight, None, None, None
 
 
 class _ChunkedVocabParallelLoss(torch.autograd.Function):
     """Loss in chunks of tokens whose loss weights are known: see docs/design/cross_entropy.md."""
 
     @staticmethod
-    def forward(ctx, x, weight, labels_T, weights_T, group, sequence_parallel, step, with_grads, kernels, gemms):
-        whole = gather_rows(x, group)[0] if sequence_parallel else x
+    def forward(ctx, x, weight, labels_T, weights_T, how: LinearPass, kernels, step, with_grads):
+        group = how.group
+        whole = gather_rows(x, group)[0] if how.sequence_parallel else x
         whole_TH = whole.reshape(-1, whole.shape[-1])
         all_rows_T, all_mine_T = _local_rows(labels_T, group, weight.shape[0])
         grads, losses = LinearLossGrads(whole_TH, weight) if with_grads else None, []
         for start in range(0, len(labels_T), step):
             here = slice(start, start + step)
-            probs_TV = gemms.output(whole_TH[here], weight)
+            probs_TV = how.gemms.output(whole_TH[here], weight)
             loss_T, share_T = _loss_of_columns(probs_TV, all_rows_T[here], all_mine_T[here], group, kernels)
             losses.append(loss_T)
-            if with_grads:
+            if grads is not None:
                 weights = weights_T[here].to(loss_T.dtype)
                 kernels.gradient(
                     probs_TV, all_rows_T[here], weights * share_T, torch.expm1(-loss_T).mul_(weights), all_mine_T[here]
                 )
                 grads.add(here, whole_TH[here], probs_TV)
         ctx.save_for_backward(weights_T.to(losses[0].dtype))
-        ctx.grads, ctx.plan = grads, (x.shape, whole.shape, group, sequence_parallel)
+        ctx.grads, ctx.shapes, ctx.how = grads, (x.shape, whole.shape), how
         return torch.cat(losses)
 
     @staticmethod
     def backward(ctx, grad_T):
-        (own_shape, shape, group, sequence_parallel), grads, ctx.grads = ctx.plan, ctx.grads, None
+        (own_shape, shape), how, grads, ctx.grads = ctx.shapes, ctx.how, ctx.grads, None
         if grads is None:
             raise BackwardTwiceError
         factor = common_factor(grad_T, *ctx.saved_tensors)
         grad_whole = grads.take_x_grad(factor).view(shape)
-        if sequence_parallel:
-            grad_x, reduced = reduce_scatter_rows(grad_whole, group, async_op=True)
+        if how.sequence_parallel:
+            grad_x, reduced = reduce_scatter_rows(grad_whole, how.group, async_op=True)
         else:
-            grad_x, reduced = grad_whole, all_reduce(grad_whole, group, async_op=True)
+            grad_x, reduced = grad_whole, all_reduce(grad_whole, how.group, async_op=True)
         grad_weight = grads.take_weight_grad(factor)  # next to the reduction
         reduced.wait()
-        return grad_x.view(own_shape), grad_weight, None, None, None, None, None, None, None, None
+        return grad_x.view(own_shape), grad_weight, None, None, None, None, None, None
 
 
 def _loss_of_columns(
@@ -197,46 +199,46 @@ def _loss_of_columns(
 
 
 class OutputHead(nn.Module):
-    """Logits and per-token loss of hidden states, with its own [V, H] weight or the embedding's.
+    """The model's "output_layer": logits and per-token loss of hidden states.
+
+    It has its own [V, H] weight, or the embedding's.
 
     A tied weight is passed to the methods; its gradient is never deferred, because the embedding's part is not. Inputs
     are the local tokens with sequence_parallel.
 
     Args:
+        model: with its multiplier of the logits (muP, Granite), and its bias, a number per row of the vocabulary that
+            is added before.
+        vocab_size: padded.
+        sequence_parallel, queue, quantize: see layers/linear.py.
         kernels: passes over the logits.
         logit_dtype: of the logits; None for the weight's.
-        queue, quantize: see layers/linear.py.
-        multiplier: of the logits (muP, Granite).
-        bias: add one number per row of the vocabulary to the logits (before the multiplier).
     """
 
     def __init__(
         self,
-        hidden_size: int,
+        model: ModelArgs,
         vocab_size: int,
-        *,
-        name: str,
         group: Group,
-        init: Init,
-        tied: bool,
+        *,
         sequence_parallel: bool = False,
         queue: WeightGradQueue | None = None,
         kernels: LogitKernels = TORCH_LOGIT_KERNELS,
         logit_dtype: torch.dtype | None = None,
         quantize: Callable[..., QuantizedGemms] | None = None,
-        multiplier: float = 1.0,
-        bias: bool = False,
     ):
         super().__init__()
-        self.multiplier = multiplier
-        self.kernels = kernels if multiplier == 1.0 else kernels.with_logit_scale(multiplier)
+        name, init = "output_layer", output_init(model)
+        tied, bias = not model.untie_embeddings_and_output_weights, model.add_output_layer_bias
+        self.multiplier = model.logit_scale
+        self.kernels = kernels if self.multiplier == 1.0 else kernels.with_logit_scale(self.multiplier)
         self.quantized = None if quantize is None else quantize(name, is_sharded=True)
         self.gemms = LMHeadGemms(logit_dtype, self.quantized)
         self.group, self.queue = group, None if tied or bias else queue
         self.sequence_parallel = sequence_parallel and group.size > 1
         num_rows, cut = _rows_of(group, vocab_size, name)
         info = ParamInfo((f"{name}.weight",), init=init.kind, init_std=init.std, **cut)
-        self.weight = None if tied else make_parameter((num_rows, hidden_size), info)
+        self.weight = None if tied else make_parameter((num_rows, model.hidden_size), info)
         bias_info = ParamInfo((f"{name}.bias",), init="zeros", **cut)
         self.bias = make_parameter((num_rows,), bias_info) if bias else None
 
@@ -271,12 +273,12 @@ class OutputHead(nn.Module):
         labels_T, step = labels_BS.t().reshape(-1), labels_BS.numel()
         if weights is not None and self.quantized is None:
             step = tokens_per_chunk(step, *weight.shape, weight.dtype, x_SBH.device, self.gemms.logit_dtype(weight))
-        inputs, where, how = (x_SBH, weight, labels_T), (self.group, self.sequence_parallel), (self.kernels, self.gemms)
-        if step < len(labels_T):
+        inputs, how = (x_SBH, weight, labels_T), LinearPass(self.group, self.sequence_parallel, self.gemms, self.queue)
+        if weights is not None and step < len(labels_T):
             chunks = step, needs_grad(x_SBH, weight)
-            loss_T = _ChunkedVocabParallelLoss.apply(*inputs, weights.reshape(-1), *where, *chunks, *how)
+            loss_T = _ChunkedVocabParallelLoss.apply(*inputs, weights.reshape(-1), how, self.kernels, *chunks)
         else:
-            loss_T = _VocabParallelLoss.apply(*inputs, *where, self.queue, *how)
+            loss_T = _VocabParallelLoss.apply(*inputs, how, self.kernels)
         return loss_T.view(labels_BS.shape[::-1]).t().contiguous()
 
     def logits(self, x_SBH: Tensor, tied_weight: Parameter | None = None) -> Tensor:

@@ -3,7 +3,6 @@
 Initialization needs no extra memory and depends on (seed, name) only: every mapping starts from the same weights.
 """
 
-import functools
 import logging
 from typing import Any
 
@@ -15,7 +14,7 @@ from arguments import Arguments
 from arguments.layer_pattern import is_linear
 from arguments.mechanisms.formats import list_widths, quantized_format
 from arguments.mechanisms.sublayers import variant_of
-from arguments.stage_layout import chunk_layouts, embedding_stages
+from arguments.stage_layout import ChunkLayout, chunk_layouts, embedding_stages
 from arguments.vocabulary import VOCABULARY_KEYS
 from moe_trainer.backends import BackendPolicy
 from moe_trainer.errors import UserError
@@ -38,11 +37,10 @@ from moe_trainer.parallel.params import get_param_info
 from moe_trainer.parallel.rng import ShardRNG, init_parameters
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.parallel.weight_grads import WeightGradQueue
+from moe_trainer.quantization.config import QuantizationConfig
 
 logger = logging.getLogger(__name__)
 
-TENSORS_OF_EXPERTS = frozenset({"moe_act", "expert_fc1"})
-"""Names of --recompute-modules and --offload-modules for tensors inside the experts."""
 # fp64 is for scripts/prove_layout.py
 DTYPES = (("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp64", torch.float64))
 
@@ -86,27 +84,34 @@ def build_chunks(
     for layout in layouts[ps.pp.rank]:
         has_queue = parallel.has_deferred_wgrad or (parallel.has_deferred_head_wgrad and layout.has_loss)
         queue = WeightGradQueue() if has_queue else None
+        stream = _dropout_stream(args.training.seed, ps, layout) if ps.tp.size > 1 else None
         with torch.device("meta"):
-            chunk = Transformer(
-                args,
-                ps,
-                padded_vocab_size,
-                factory,
-                layout,
-                shared_embedding=shared,
-                params_dtype=dtype,
-                device=device,
-                queue=queue,
-                overlap_executor=overlap_executor,
-                activations=functools.partial(_make_activation_policy, args, ps, device, stash),
-                graphs=CudaGraphs(
+            factory_of_chunk = factory.for_chunk(
+                queue,
+                stream,
+                overlap_executor,
+                _make_activation_policy(args, ps, device, stash, stream),
+                QuantizationConfig.from_args(
+                    args.precision, args.model, args.training.seed, ps, args.has_quantized_params
+                ),
+                CudaGraphs(
                     args.training.captured_modules if cuda else frozenset(),
                     device,
                     warmup=args.training.cuda_graph_warmup_steps,
                     queue=queue,
                 ),
             )
-            add_adapters(chunk, args.model, chunk.stream)
+            chunk = Transformer(
+                args,
+                ps,
+                padded_vocab_size,
+                factory_of_chunk,
+                layout,
+                shared_embedding=shared,
+                params_dtype=dtype,
+                device=device,
+            )
+            add_adapters(chunk, args.model, stream)
         drawn = VOCABULARY_KEYS if will_be_loaded else ("",)
         _materialize(chunk, device, dtype, args.training.seed, drawn)
         chunk.make_hash_tables(device)
@@ -124,6 +129,14 @@ def build_chunks(
     return chunks
 
 
+def _dropout_stream(seed: int, ps: ParallelState, layout: ChunkLayout) -> ShardRNG:
+    """Return the chunk's random stream, which differs between tensor-parallel ranks."""
+    first = layout.layers[:1]
+    return ShardRNG(
+        seed, "dropout", f"pp {ps.pp.rank}", f"first layer {first}", f"dp_cp {ps.dp_cp.rank}", f"tp {ps.tp.rank}"
+    )
+
+
 def _select_factory(
     args: Arguments,
     ps: ParallelState,
@@ -135,19 +148,11 @@ def _select_factory(
     """Return what makes the layers, and make the buffers that they share."""
     overlap = TpOverlap.from_args(args.parallel)
     factory = select_layer_factory(
-        args.precision.transformer_impl,
+        args,
         ps,
-        args.parallel.cp_comm_type,
         backends,
         kernels,
-        model=args.model,
-        moe=args.moe,
-        precision=args.precision,
-        defers=args.parallel.has_deferred_wgrad,
-        stored_format=args.stored_weight_format,
-        tensors_of_experts=TENSORS_OF_EXPERTS & (args.training.recomputed_modules | args.training.offloaded_modules),
-        captured=args.training.captured_modules,
-        overlap=overlap,
+        overlap,
     )
     if args.training.spec:
         factory = apply_spec(args.training.spec, factory, args)

@@ -6,7 +6,7 @@ Shapes: S sequence (sharded in hidden states, full in tokens, labels and masks),
 vocabulary.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from types import MappingProxyType
@@ -21,15 +21,13 @@ from arguments.stage_layout import ChunkLayout
 from moe_trainer.layers.core_attention import AttentionMask
 from moe_trainer.layers.dropout import Dropout
 from moe_trainer.layers.hyper_connection import StreamContraction, expand_streams
-from moe_trainer.layers.init import embedding_init, output_init
+from moe_trainer.layers.init import embedding_init
 from moe_trainer.layers.kv_cache import KVCache
 from moe_trainer.layers.layer_factory import LayerFactory
 from moe_trainer.layers.pass_inputs import PassInputs
 from moe_trainer.layers.rotary import Rotary, Tables, make_layer_rotaries
 from moe_trainer.layers.sparse_attention import SparseAttention, iter_sparse_attentions
 from moe_trainer.layers.vocab import OutputHead, PositionEmbedding, VocabParallelEmbedding
-from moe_trainer.memory.activations import ActivationPolicy
-from moe_trainer.memory.cuda_graph import CudaGraphs
 from moe_trainer.model.block import TransformerLayer
 from moe_trainer.model.mtp import MTPLosses, MultiTokenPrediction, shard_of
 from moe_trainer.model.sequence_borders import SequenceBorders
@@ -37,12 +35,8 @@ from moe_trainer.moe.layer import MoELayer
 from moe_trainer.ops.packed_sequences import Packed, PackedSequences, ValidTokens
 from moe_trainer.ops.transfer import to_device
 from moe_trainer.parallel.mappings import gather_rows
-from moe_trainer.parallel.overlap_threads import AlternatingExecutor
-from moe_trainer.parallel.rng import ShardRNG
 from moe_trainer.parallel.sequence import SequenceShard
 from moe_trainer.parallel.state import ParallelState
-from moe_trainer.parallel.weight_grads import WeightGradQueue
-from moe_trainer.quantization.config import QuantizationConfig
 from moe_trainer.quantization.iteration import find_quantized_gemms, find_weight_casts, scaling_state
 
 LOGIT_DTYPES = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16})
@@ -139,37 +133,21 @@ class Decoder(nn.Module):
         return x_SBH if self.final_layernorm is None else self.final_layernorm(x_SBH)
 
 
-def _dropout_stream(seed: int, ps: ParallelState, layout: ChunkLayout) -> ShardRNG:
-    """Return the chunk's random stream, which differs between tensor-parallel ranks."""
-    first = layout.layers[:1]
-    return ShardRNG(
-        seed, "dropout", f"pp {ps.pp.rank}", f"first layer {first}", f"dp_cp {ps.dp_cp.rank}", f"tp {ps.tp.rank}"
-    )
-
-
 def _make_output_head(
     args: Arguments,
     ps: ParallelState,
     padded_vocab_size: int,
     factory: LayerFactory,
-    tied: bool,
-    queue: WeightGradQueue | None,
 ) -> OutputHead:
-    model = args.model
     return OutputHead(
-        model.hidden_size,
+        args.model,
         padded_vocab_size,
-        name="output_layer",
-        group=ps.tp,
-        init=output_init(model),
-        tied=tied,
+        ps.tp,
         sequence_parallel=args.parallel.sequence_parallel,
-        queue=queue,
+        queue=factory.queue,
         kernels=factory.kernels.logit_kernels,
         logit_dtype=LOGIT_DTYPES.get(args.precision.logit_dtype or ""),
         quantize=factory.lm_head_quantizer(),
-        multiplier=model.logit_scale,
-        bias=model.add_output_layer_bias,
     )
 
 
@@ -177,13 +155,10 @@ class Transformer(nn.Module):
     """One chunk of the model, built by build.build_chunks, which also initializes the parameters.
 
     Args:
+        factory: of the chunk (LayerFactory.for_chunk).
         shared_embedding: other pipeline stages hold the word embeddings too.
         params_dtype: of the parameters after initialization.
         device: of the parameters after initialization.
-        queue: for deferred weight gradients.
-        overlap_executor: for overlapped forward and backward passes.
-        activations: makes the recompute and offload policy, from the chunk's RNG.
-        graphs: the parts captured as CUDA graphs.
     """
 
     def __init__(
@@ -197,28 +172,15 @@ class Transformer(nn.Module):
         shared_embedding: bool,
         params_dtype: torch.dtype,
         device: torch.device,
-        queue: WeightGradQueue | None = None,
-        overlap_executor: AlternatingExecutor | None = None,
-        activations: Callable[[ShardRNG | None], ActivationPolicy] | None = None,
-        graphs: CudaGraphs | None = None,
     ):
         super().__init__()
         model = args.model
         pattern = moe_layer_pattern(model.num_layers, args.moe.num_experts, args.moe.moe_layer_freq)
         self.layout, self.params_dtype, self.device = layout, params_dtype, device
-        self.stream = _dropout_stream(args.training.seed, ps, layout) if ps.tp.size > 1 else None
-        self.weight_grads, self.overlap_executor = queue, overlap_executor
-        self.activations = ActivationPolicy() if activations is None else activations(self.stream)
-        self.graphs = graphs or CudaGraphs()
+        self.stream, self.weight_grads, self.overlap_executor = factory.stream, factory.queue, factory.overlap_executor
+        self.activations, self.graphs = factory.activations, factory.graphs
         self.graphs.scopes = (self.activations.captured,)
-        factory = factory.for_chunk(
-            None if args.parallel.has_deferred_head_wgrad else queue,
-            self.stream,
-            overlap_executor,
-            self.activations,
-            QuantizationConfig.from_args(args.precision, model, args.training.seed, ps, args.has_quantized_params),
-            self.graphs,
-        )
+        blocks = factory.without_queue() if args.parallel.has_deferred_head_wgrad else factory
         self.spans = args.training.recompute_spans(len(layout.layers))
         self.offloaded_layers = args.training.cpu_offloading_num_layers
         self.sequence, self.tp = SequenceShard.over(ps.context), ps.tp
@@ -238,12 +200,12 @@ class Transformer(nn.Module):
             self.embedding = Embedding(
                 args, ps, padded_vocab_size, factory, tied=shared_embedding, copy=not layout.has_embedding
             )
-        self.decoder = Decoder(args, ps, factory, pattern, layout)
-        self.mtp = MultiTokenPrediction(args, ps, pattern=pattern, factory=factory) if layout.mtp else None
+        self.decoder = Decoder(args, ps, blocks, pattern, layout)
+        self.mtp = MultiTokenPrediction(args, ps, pattern=pattern, factory=blocks) if layout.mtp else None
         self.mtp_losses = MTPLosses(args, ps) if layout.has_loss and self.mtp_depths else None
         self.output_layer = None
         if layout.has_loss:
-            self.output_layer = _make_output_head(args, ps, padded_vocab_size, factory, self.tied, queue)
+            self.output_layer = _make_output_head(args, ps, padded_vocab_size, factory)
         self.has_hash_routing = any(layer.router.selection.reads_token_ids for layer in self.moe_layers())
         self.vocab_size = padded_vocab_size
         self.quantized = find_quantized_gemms(self)
@@ -302,11 +264,11 @@ class Transformer(nn.Module):
         x_SBH = self.decoder.norm(self._layers(x_SBH, inputs))
         if self.mtp is not None and with_mtp:
             states = self.mtp(x_SBH, tokens_BS, position_ids_BS, self.embedding, inputs)
-        if not self.layout.has_loss:
+        if self.output_layer is None:
             return torch.cat([x_SBH, *states]) if states else x_SBH
         if labels_BS is None:
-            return self._logits(x_SBH, borders.cache)
-        return self._loss(x_SBH, states, labels_BS, loss_mask_BS, inputs)
+            return self._logits(self.output_layer, x_SBH, borders.cache)
+        return self._loss(self.output_layer, x_SBH, states, labels_BS, loss_mask_BS, inputs)
 
     def _read_input(
         self,
@@ -318,7 +280,8 @@ class Transformer(nn.Module):
     ) -> Sequence[Tensor]:
         """Return the input of the first layer, then the received states of MTP depths."""
         if self.embedding is None or not self.layout.has_embedding:
-            assert x_SBH is not None
+            if x_SBH is None:
+                raise ValueError("a chunk without the embedding needs the output of the chunk before it")
             num_depths = self.layout.receives_depths if with_mtp else 0
             return x_SBH.chunk(1 + num_depths) if num_depths else (x_SBH,)
         local = shard_of(self.sequence, packed).local
@@ -359,14 +322,14 @@ class Transformer(nn.Module):
         visible = AttentionMask.of(borders.attention_mask, documents_BS, self.device, packed)
         return None if visible is None else visible.static_copy(self.graphs)
 
-    def _logits(self, x_SBH: Tensor, cache: KVCache | None) -> Tensor:
-        assert self.output_layer is not None
+    def _logits(self, head: OutputHead, x_SBH: Tensor, cache: KVCache | None) -> Tensor:
         if cache is not None and cache.is_prefill:
             x_SBH = self._last_tokens(x_SBH, cache)
-        return self.output_layer.logits(x_SBH, self._tied_weight())
+        return head.logits(x_SBH, self._tied_weight())
 
     def _loss(
         self,
+        head: OutputHead,
         x_SBH: Tensor,
         states: Sequence[Tensor],
         labels_BS: Tensor,
@@ -375,11 +338,11 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Return the LM loss, with those of MTP depths attached."""
         local = shard_of(self.sequence, inputs.packed).local
-        if states:
-            assert self.mtp_losses is not None
-            loss_BS = partial(self._lm_loss, detached=self.mtp_detached)
+        if self.mtp_losses is not None and states:
+            loss_BS = partial(self._lm_loss, head, detached=self.mtp_detached)
             x_SBH = self.mtp_losses(x_SBH, states, labels_BS, loss_mask_BS, loss_BS, inputs.grad_scale, inputs.packed)
-        return self._lm_loss(x_SBH, local(labels_BS, 1), None if loss_mask_BS is None else local(loss_mask_BS, 1))
+        weights_BS = None if loss_mask_BS is None else local(loss_mask_BS, 1)
+        return self._lm_loss(head, x_SBH, local(labels_BS, 1), weights_BS)
 
     def _last_tokens(self, x_SBH: Tensor, cache: KVCache) -> Tensor:
         """Return the last token of every sequence as one sequence [B, 1, H], or the local part of it."""
@@ -438,14 +401,18 @@ class Transformer(nn.Module):
         return self.embedding.word_embeddings.weight if self.tied and self.embedding is not None else None
 
     def _lm_loss(
-        self, x_SBH: Tensor, labels_BS: Tensor, weights_BS: Tensor | None = None, detached: bool = False
+        self,
+        head: OutputHead,
+        x_SBH: Tensor,
+        labels_BS: Tensor,
+        weights_BS: Tensor | None = None,
+        detached: bool = False,
     ) -> Tensor:
-        assert self.output_layer is not None
         weight = self._tied_weight()
         if detached:
-            source: Any = self.output_layer.weight if weight is None else weight
+            source: Any = head.weight if weight is None else weight
             weight = source.detach()
-        return self.output_layer.loss(x_SBH, labels_BS, weight, weights_BS)
+        return head.loss(x_SBH, labels_BS, weight, weights_BS)
 
     def moe_layers(self) -> list[MoELayer]:
         """Return the MoE layers of the decoder, then those of multi-token prediction."""

@@ -156,9 +156,8 @@ def _receive(header: _ShardHeader, ps: ParallelState, device: torch.device) -> T
 
 def join_shards(shards: Sequence[Tensor], info: ParamInfo) -> Tensor:
     """Concatenate the tensor-parallel shards of a tensor (or stack); `info` is that of any of them."""
-    if len(shards) == 1:
+    if info.sharded_dim is None or len(shards) == 1:
         return shards[0]
-    assert info.sharded_dim is not None
     dim = info.sharded_dim + int(info.stacked)
     shard_parts = [shard.split(part_lengths(info, shard.shape[dim]), dim) for shard in shards]
     return torch.cat([parts[index] for index in range(info.parts) for parts in shard_parts], dim)
@@ -166,10 +165,9 @@ def join_shards(shards: Sequence[Tensor], info: ParamInfo) -> Tensor:
 
 def take_local_shard(full: Tensor, info: ParamInfo) -> Tensor:
     """Return this rank's shard of one named tensor; a view unless it has several parts."""
-    if info.shard_count == 1:
-        return full
     dim = info.sharded_dim
-    assert dim is not None
+    if dim is None or info.shard_count == 1:
+        return full
     parts = full.split(part_lengths(info, full.shape[dim]), dim)
     shards = [part.chunk(info.shard_count, dim)[info.shard_rank] for part in parts]
     return shards[0] if len(shards) == 1 else torch.cat(shards, dim)

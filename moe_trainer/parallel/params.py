@@ -66,6 +66,7 @@ class ParamInfo:
         assert self.kind in KINDS, f"ParamInfo.kind {self.kind!r} of {self.names[0]}: one of {KINDS}"
         assert self.init in INITS, f"ParamInfo.init {self.init!r} of {self.names[0]}: one of {INITS}"
         assert 0 <= self.shard_rank < self.shard_count, f"shard {self.shard_rank} of {self.shard_count}"
+        assert self.shard_count == 1 or self.sharded_dim is not None, f"{self.names[0]}: shards of which dimension?"
         assert self.parts == 1 or self.sharded_dim is not None, f"{self.names[0]}: parts of an unsharded tensor"
         assert all(len(each) in (0, self.parts) for each in (self.part_sizes, self.part_names)), (
             f"{self.names[0]}: {self.parts} parts"

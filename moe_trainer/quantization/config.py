@@ -118,6 +118,7 @@ class QuantizationConfig:
         if formats.training is None:
             return None
         ps = self.ps
+        place: tuple[str, ...]
         if is_expert:
             place = (f"ep {ps.ep.rank}", f"etp {ps.etp.rank}", f"edp {ps.edp.rank}")
         else:

@@ -10,7 +10,7 @@ Shape letters: R tokens sorted by expert, e experts, H hidden, F expert FFN widt
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,27 +31,26 @@ class _QuantizedMLPOptions:
     """What one call computes with besides tensors.
 
     Attributes:
-        counts: tokens per expert on the host, or the groups of those on the device.
         gemms: of fc1 and fc2.
         queue: takes weight gradients.
         saves_quantized: save quantized tokens.
     """
 
-    counts: tuple[int, ...] | TokenGroups
     activation: ActivationFns
     gemms: tuple[QuantizedGemms, QuantizedGemms]
     queue: Any
     saves_quantized: bool = False
 
-    def ranges(self) -> list[tuple[int, slice]]:
-        """Return the tokens of every expert that has some."""
-        return [(expert, slice(start, stop)) for expert, start, stop, _ in expert_ranges(self.counts)]
+
+def _token_ranges(counts: tuple[int, ...]) -> list[tuple[int, slice]]:
+    """Return the tokens of every expert that has some."""
+    return [(expert, slice(start, stop)) for expert, start, stop, _ in expert_ranges(counts)]
 
 
 class _QuantizedExpertMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_RH, probs_R, w1, b1, w2, b2, options: _QuantizedMLPOptions):
-        (fc1, fc2), activation, ranges = options.gemms, options.activation, options.ranges()
+    def forward(ctx, x_RH, probs_R, w1, b1, w2, b2, counts: tuple[int, ...], options: _QuantizedMLPOptions):
+        (fc1, fc2), activation, ranges = options.gemms, options.activation, _token_ranges(counts)
         h_RG, y_RH = x_RH.new_empty(x_RH.shape[0], w1.shape[1]), x_RH.new_zeros(x_RH.shape[0], w2.shape[1])
 
         def activated():
@@ -70,23 +69,26 @@ class _QuantizedExpertMLP(torch.autograd.Function):
             y_RH[rows] = y
             if b2 is not None:
                 y_RH[rows] += b2[expert] if p is None else torch.outer(p.to(b2.dtype), b2[expert])
-        inputs = [fc1.saved_input(x_RH[rows]) for _, rows in ranges] if options.saves_quantized else []
-        stack = SavedInput.stack(inputs) if inputs and None not in inputs else None
+        inputs = (fc1.saved_input(x_RH[rows]) for _, rows in ranges) if options.saves_quantized else ()
+        quantized = [each for each in inputs if each is not None]  # of all experts or of none
+        stack = SavedInput.stack(quantized) if quantized else None
         ctx.save_for_backward(*((x_RH, None) if stack is None else stack[:2]), probs_R, h_RG, w1, w2, b2)
-        ctx.options, ctx.owners, ctx.has_b1 = options, (grad_owner(w1), grad_owner(w2)), b1 is not None
+        ctx.counts, ctx.options = counts, options
+        ctx.owners, ctx.has_b1 = (grad_owner(w1), grad_owner(w2)), b1 is not None
         ctx.shape, ctx.stacked = x_RH.shape, None if stack is None else stack[2:]
         return y_RH
 
     @staticmethod
     def backward(ctx, grad_RH):
         x, inverse, probs_R, h_RG, w1, w2, b2 = ctx.saved_tensors
-        (fc1, fc2), ranges = ctx.options.gemms, ctx.options.ranges()
+        (fc1, fc2), ranges = ctx.options.gemms, _token_ranges(ctx.counts)
         grad_x, grad_p = grad_RH.new_zeros(ctx.shape), None if probs_R is None else torch.zeros_like(probs_R)
         grad_b1 = w1.new_zeros(w1.shape[:2]) if ctx.has_b1 else None
         grad_b2 = None if b2 is None else torch.zeros_like(b2)
         of_w1: dict[int, WgradFn] = {}
         of_w2: dict[int, WgradFn] = {}
         grad_RH = grad_RH.contiguous()
+        inputs: Iterator[Tensor | SavedInput]
         if ctx.stacked is None:
             inputs = (x[rows] for _, rows in ranges)
         else:
@@ -101,9 +103,9 @@ class _QuantizedExpertMLP(torch.autograd.Function):
                 of_w1[expert] = fc1.make_wgrad_fn(grad_h, x_of_expert)
                 if grad_b1 is not None:
                     torch.sum(grad_h, 0, out=grad_b1[expert])
-                if b2 is not None:
+                if grad_b2 is not None:
                     grad_b2[expert] = grad_y.sum(0) if p is None else grad_y.t() @ p.to(grad_y.dtype)
-                if p is not None:
+                if grad_p is not None:
                     grad_p[rows] = block_grad_p
                     if b2 is not None:
                         grad_p[rows] += grad_y @ b2[expert]
@@ -113,15 +115,15 @@ class _QuantizedExpertMLP(torch.autograd.Function):
             grad_x[rows] = part
         stacked = (functools.partial(_stacked, w.shape, w.new_empty(0), of_w) for w, of_w in ((w1, of_w1), (w2, of_w2)))
         grad_w1, grad_w2 = _weight_grads(ctx, *stacked)
-        return grad_x, grad_p, grad_w1, grad_b1, grad_w2, grad_b2, None
+        return grad_x, grad_p, grad_w1, grad_b1, grad_w2, grad_b2, None, None
 
 
 class _BufferMLP(torch.autograd.Function):
     """The same with counts on the device: each GEMM is one call for all experts (grouped.py)."""
 
     @staticmethod
-    def forward(ctx, x_CH, probs_C, w1, b1, w2, b2, options: _QuantizedMLPOptions):
-        (fc1, fc2), groups = options.gemms, options.counts
+    def forward(ctx, x_CH, probs_C, w1, b1, w2, b2, groups: TokenGroups, options: _QuantizedMLPOptions):
+        fc1, fc2 = options.gemms
         both = fc1.quantize_both(x_CH, is_grad=False) if options.saves_quantized else None
         h_CG = fc1.grouped_output(x_CH, w1, groups, both)
         if b1 is not None:
@@ -134,14 +136,15 @@ class _BufferMLP(torch.autograd.Function):
         tables = (x_CH, None, None) if saved is None else saved[:3]
         ctx.save_for_backward(*tables, probs_C, h_CG, w1, w2, b2)
         ctx.scaling = None if saved is None else saved.scaling
-        ctx.options, ctx.owners, ctx.has_b1 = options, (grad_owner(w1), grad_owner(w2)), b1 is not None
+        ctx.groups, ctx.options = groups, options
+        ctx.owners, ctx.has_b1 = (grad_owner(w1), grad_owner(w2)), b1 is not None
         return y_CH
 
     @staticmethod
     def backward(ctx, grad_CH):
-        *tables, probs_C, h_CG, w1, w2, b2 = ctx.saved_tensors
-        (fc1, fc2), groups = ctx.options.gemms, ctx.options.counts
-        x = tables[0] if ctx.scaling is None else SavedTokens(*tables, ctx.scaling)
+        values, blocks, scale_e, probs_C, h_CG, w1, w2, b2 = ctx.saved_tensors
+        (fc1, fc2), groups = ctx.options.gemms, ctx.groups
+        x = values if ctx.scaling is None else SavedTokens(values, blocks, scale_e, ctx.scaling)
         # what offload and recompute return is not the parameter, of which casts are cached
         w1, w2 = (
             own if gemms.cached_weights is not None and isinstance(own, nn.Parameter) else w
@@ -163,7 +166,7 @@ class _BufferMLP(torch.autograd.Function):
         of_w1 = fc1.make_grouped_wgrad_fn(grad_h, x, groups, both)
         grad_x = fc1.grouped_input_grad(grad_h, w1, groups, both)
         grad_w1, grad_w2 = _weight_grads(ctx, of_w1, of_w2)
-        return grad_x, grad_p, grad_w1, grad_b1, grad_w2, grad_b2, None
+        return grad_x, grad_p, grad_w1, grad_b1, grad_w2, grad_b2, None, None
 
 
 def _weight_grads(ctx, of_w1: WgradFn, of_w2: WgradFn) -> tuple[Tensor | None, ...]:
@@ -223,8 +226,9 @@ def quantized_expert_mlp(
     fns = activation_fns or get_activation_fns(activation)
     inputs = x_RH.contiguous(), probs_R, w1_eGH, b1_eG, w2_eHF, b2_eH
     saves_quantized = saves_quantized and w1_eGH.requires_grad and torch.is_grad_enabled()
+    options = _QuantizedMLPOptions(fns, gemms, queue, saves_quantized)
     if isinstance(counts, Tensor):
         groups = make_token_groups(counts, x_RH.shape[0], grouped or GROUPED_MM)
-        return _BufferMLP.apply(*inputs, _QuantizedMLPOptions(groups, fns, gemms, queue, saves_quantized))
+        return _BufferMLP.apply(*inputs, groups, options)
     check_token_counts("quantized_expert_mlp", counts, x_RH.shape[0] - unused)
-    return _QuantizedExpertMLP.apply(*inputs, _QuantizedMLPOptions(tuple(counts), fns, gemms, queue, saves_quantized))
+    return _QuantizedExpertMLP.apply(*inputs, tuple(counts), options)

@@ -13,7 +13,7 @@ docs/design/quantization.md.
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ from moe_trainer.quantization.quantize import (
     compute_scale,
     quantize,
 )
-from moe_trainer.quantization.recipe import QuantizationRecipe
+from moe_trainer.quantization.recipe import DelayedScaling, QuantizationRecipe
 from moe_trainer.quantization.saved_input import SavedInput, SavedTokens
 from moe_trainer.quantization.scaled_grouped import (
     ExpertKernels,
@@ -55,6 +55,9 @@ Pair = tuple[Tensor, Tensor | StoredMatrix]
 
 class NoiseSource(Protocol):
     """Source of noise for stochastic rounding (parallel/rng.py)."""
+
+    def begin(self, iteration: int) -> None:
+        """Start the noise of an iteration."""
 
     def generator(self, role: str, device: torch.device) -> torch.Generator:
         """Return the generator for the tensors of this role."""
@@ -121,6 +124,8 @@ class QuantizedGemms(nn.Module):
             change and counts are on the device (iteration.py: cached_weight_casts); None if none are cached.
     """
 
+    scaling: Tensor
+    amax: Tensor
     stored_weight: StoredWeight | None = None
     cached_weights: dict[bool, tuple[StackedWeights, Tensor | None]] | None = None
     is_quantized = True
@@ -160,7 +165,8 @@ class QuantizedGemms(nn.Module):
     def output(self, x_RK: Tensor, weight_NK: Tensor | StoredMatrix, dtype: torch.dtype | None = None) -> Tensor:
         """Return x @ weight^T in `dtype` or that of x. x may have any leading dimensions."""
         if not self.training and self.evaluation != self.recipe:
-            return self._evaluated(x_RK, weight_NK, dtype or x_RK.dtype)
+            # stored weights have one recipe (config.py)
+            return self._evaluated(x_RK, cast(Tensor, weight_NK), dtype or x_RK.dtype)
         flat = x_RK.reshape(-1, x_RK.shape[-1])
         y_RN = quantized_mm(
             self._quantize(flat, self.recipe.x, X), self._weight(weight_NK, False, x_RK.dtype), dtype or x_RK.dtype
@@ -245,7 +251,7 @@ class QuantizedGemms(nn.Module):
         x [C, K], or what `saved_tokens` has made of it; both: what quantize_both has made of grad.
         """
         self._note_tokens(GRAD, grad_CN, groups)
-        if not self.recipe.wgrad:
+        if isinstance(x, Tensor) and not self.recipe.wgrad:
             return lambda dtype=None: groups.gemms.weight_grad(grad_CN, x, groups.offsets_e)
         noise = self._noise(self.recipe.grad_t, "weight", grad_CN.device)
         scales = self._scale(GRAD), self._scale(X)
@@ -348,7 +354,7 @@ class QuantizedGemms(nn.Module):
         """
         grad_NR = grad_RN.reshape(-1, grad_RN.shape[-1]).t()
         self._note(GRAD, grad_RN)
-        if not self.recipe.wgrad:
+        if isinstance(x, Tensor) and not self.recipe.wgrad:
             return functools.partial(multiply, grad_NR, x.reshape(-1, x.shape[-1]))
         noise = self._noise(self.recipe.grad_t, "weight", grad_RN.device)
         scales = self._scale(GRAD), self._scale(X)
@@ -363,12 +369,11 @@ class QuantizedGemms(nn.Module):
 
         return compute
 
-    def advance(self, amax_3: Tensor) -> None:
-        """End an iteration: compute new scales from the maxima of all ranks.
+    def advance(self, delayed: DelayedScaling, amax_3: Tensor) -> None:
+        """End an iteration of delayed scaling: compute new scales from the maxima of all ranks.
 
         Maxima that are zero or not finite change no scale.
         """
-        delayed = self.recipe.delayed
         scale_3, history_3L = self.scaling[:, 0], self.scaling[:, 1:]
         finite = torch.isfinite(amax_3)
         moved = torch.cat([amax_3[:, None], history_3L[:, :-1]], 1)

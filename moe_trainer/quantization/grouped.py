@@ -102,11 +102,14 @@ class GroupedOperand(NamedTuple):
         transposed: bool,
     ) -> "GroupedOperand":
         """Return the operand with these scales; `transposed` with the tokens as its columns."""
-        inverse = blocks
         if scale_e is not None:
             step = scaling.cols if transposed and not scaling.per_tensor else 1
             scales = groups.per_token(scale_e, 1.0)[::step]
             inverse = (1.0 if blocks is None else blocks) / (scales if transposed else scales.unsqueeze(1))
+        elif blocks is not None:
+            inverse = blocks
+        else:
+            raise ValueError("tokens have no scales: neither of blocks nor of experts")
         return GroupedOperand(values, inverse, blocks, scale_e, scaling)
 
     @staticmethod
@@ -189,7 +192,7 @@ def grouped_mm_of_tokens(
     values_eNK, inverse, scaling = weights
     if can_use_native_grouped_mm(x.values, values_eNK.shape[1], x.scaling, scaling, dtype):
         return native_grouped_mm_of_buffer(x.values, x.inverse, weights, groups.offsets_e, x.scaling)
-    if can_use_block_gemms(x.values, x.scaling, scaling, dtype, kernels):
+    if kernels is not None and can_use_block_gemms(x.values, x.scaling, scaling, dtype, kernels):
         return kernels.of_tokens(*_bytes(x), values_eNK.to(scaling.fmt.dtype), inverse, groups.offsets_e, dtype)
     if not x.values.is_cuda:
         w_eNK = torch.stack([weight.dequantized() for weight in weights.matrices()])
@@ -221,7 +224,7 @@ def grouped_mm_over_tokens(
     """
     if can_use_native_weight_grad(grad.values, x.values, grad.scaling, x.scaling, narrow):
         return native_grouped_weight_grad(grad.values, grad.inverse, x.values, x.inverse, groups.offsets_e)
-    if can_use_block_gemms(x.values, grad.scaling, x.scaling, narrow, kernels):
+    if kernels is not None and can_use_block_gemms(x.values, grad.scaling, x.scaling, narrow, kernels):
         return kernels.over_tokens(*_bytes(grad), *_bytes(x), groups.offsets_e, dtype)
     in_bf16 = x.values.is_cuda
     total = groups.gemms.weight_grad(grad.of_gemm(in_bf16).t(), x.of_gemm(in_bf16).t(), groups.offsets_e)

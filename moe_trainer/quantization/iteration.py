@@ -13,6 +13,7 @@ GEMM, so MXFP8 weights are gathered in the model's format, and stored in it or t
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -40,17 +41,31 @@ class WeightCastCache:
         return first
 
 
+class QuantizedChunk(Protocol):
+    """A model chunk, as far as quantization reads it.
+
+    Attributes:
+        quantized: what `find_quantized_gemms` has found in it.
+        casts: what `find_weight_casts` has found in it, if casts may be reused between calls.
+        caches_experts: casts of experts whose counts are on the device may be reused too.
+    """
+
+    quantized: tuple[QuantizedGemms, ...]
+    casts: tuple[WeightCastCache, ...]
+    caches_experts: bool
+
+
 def find_quantized_gemms(chunk: nn.Module) -> tuple[QuantizedGemms, ...]:
-    """Return the quantized GEMMs of a chunk in model order. The builder stores them as `chunk.quantized`."""
+    """Return the quantized GEMMs of a chunk in model order."""
     return tuple(module for module in chunk.modules() if isinstance(module, QuantizedGemms))
 
 
-def iter_quantized_gemms(chunks: Iterable[nn.Module]) -> Iterator[QuantizedGemms]:
+def iter_quantized_gemms(chunks: Iterable[QuantizedChunk]) -> Iterator[QuantizedGemms]:
     """Yield the quantized GEMMs of built chunks in model order."""
     return (gemms for chunk in chunks for gemms in chunk.quantized)
 
 
-def begin_iteration(chunks: Iterable[nn.Module], iteration: int) -> None:
+def begin_iteration(chunks: Iterable[QuantizedChunk], iteration: int) -> None:
     """Start the stochastic-rounding streams of an iteration, before its first microbatch."""
     for gemms in iter_quantized_gemms(chunks):
         if gemms.rounding is not None:
@@ -58,16 +73,13 @@ def begin_iteration(chunks: Iterable[nn.Module], iteration: int) -> None:
 
 
 def find_weight_casts(chunk: nn.Module) -> tuple[WeightCastCache, ...]:
-    """Return the cast flags of all modules of a chunk.
-
-    The builder stores them as `chunk.casts` if casts may be reused between calls.
-    """
+    """Return the cast flags of all modules of a chunk."""
     found = (getattr(module, "casts", None) for module in chunk.modules())
     return tuple(casts for casts in found if isinstance(casts, WeightCastCache))
 
 
 @contextmanager
-def cached_weight_casts(chunks: Iterable[nn.Module], num_microbatches: int = 1) -> Iterator[None]:
+def cached_weight_casts(chunks: Iterable[QuantizedChunk], num_microbatches: int = 1) -> Iterator[None]:
     """Cast each weight once in this scope, where weights do not change.
 
     So do layers of the library, and experts of ours whose counts are on the device if there are several microbatches.
@@ -88,7 +100,7 @@ def cached_weight_casts(chunks: Iterable[nn.Module], num_microbatches: int = 1) 
             gemms.cached_weights = None
 
 
-def reset_amax(chunks: Iterable[nn.Module]) -> None:
+def reset_amax(chunks: Iterable[QuantizedChunk]) -> None:
     """Drop the maxima of the current iteration, which is repeated or skipped."""
     for gemms in iter_quantized_gemms(chunks):
         if gemms.recipe.delayed is not None:
@@ -96,20 +108,22 @@ def reset_amax(chunks: Iterable[nn.Module]) -> None:
 
 
 @torch.no_grad()
-def update_scales(chunks: Iterable[nn.Module], ps: ParallelState) -> None:
+def update_scales(chunks: Iterable[QuantizedChunk], ps: ParallelState) -> None:
     """End an iteration of delayed scaling: compute new scales from the maxima of all ranks.
 
     Communication: a max all-reduce of three fp32 numbers per linear over ps.tp_dp_cp.
     """
-    found = [gemms for gemms in iter_quantized_gemms(chunks) if gemms.recipe.delayed is not None]
+    found = [
+        (gemms, gemms.recipe.delayed) for gemms in iter_quantized_gemms(chunks) if gemms.recipe.delayed is not None
+    ]
     if not found:
         return
-    together = all_reduce(torch.stack([gemms.amax for gemms in found]), ps.tp_dp_cp, op="max")
-    for gemms, amax_3 in zip(found, together):
-        gemms.advance(amax_3)
+    together = all_reduce(torch.stack([gemms.amax for gemms, _ in found]), ps.tp_dp_cp, op="max")
+    for (gemms, delayed), amax_3 in zip(found, together):
+        gemms.advance(delayed, amax_3)
 
 
-def scaling_state(chunk: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def scaling_state(chunk: QuantizedChunk) -> Iterator[tuple[str, Tensor]]:
     """Yield the state of delayed scaling for checkpoints, under mapping-independent names."""
     for gemms in iter_quantized_gemms([chunk]):
         if gemms.recipe.delayed is not None:
@@ -119,7 +133,7 @@ def scaling_state(chunk: nn.Module) -> Iterator[tuple[str, Tensor]]:
 class QuantizedLayers(Participant):
     """Scales, rounding streams and weight casts of the quantized layers of a model."""
 
-    def __init__(self, chunks: Sequence[nn.Module], ps: ParallelState):
+    def __init__(self, chunks: Sequence[QuantizedChunk], ps: ParallelState):
         self._chunks, self._ps = chunks, ps
 
     def begin_step(self, iteration: int) -> None:

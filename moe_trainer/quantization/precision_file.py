@@ -21,7 +21,7 @@ evaluation in fewer bits than training.
 
 import fnmatch
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -110,11 +110,11 @@ class _Reader:
     def refuse(self, what: str) -> PrecisionFileError:
         return PrecisionFileError(f"{FLAG} {self._path}: {what}")
 
-    def table(self, body: object, where: str, keys: object = None) -> dict:
+    def table(self, body: object, where: str, keys: Collection[str] | None = None) -> dict:
         body = {} if body is None else body
         if not isinstance(body, dict):
             raise self.refuse(f"{where} is no table")
-        if unknown := sorted(str(key) for key in body if keys is not None and key not in keys):
+        if keys is not None and (unknown := sorted(str(key) for key in body if key not in keys)):
             raise self.refuse(f"{where}: {', '.join(unknown)} is not known; it can have {', '.join(sorted(keys))}")
         return body
 

@@ -21,19 +21,24 @@ class NumberFormat(NamedTuple):
 
     Args:
         min_exponent: of normal numbers.
-        dtype: torch's one-byte dtype, if there is one.
+        dtype: torch's, of one byte.
     """
 
     name: str
     mantissa_bits: int
     min_exponent: int
     max: float
-    dtype: torch.dtype | None = None
+    dtype: torch.dtype
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether two numbers share a byte of `dtype`."""
+        return self.dtype == torch.float4_e2m1fn_x2
 
 
 E4M3 = NumberFormat("e4m3", 3, -6, 448.0, torch.float8_e4m3fn)
 E5M2 = NumberFormat("e5m2", 2, -14, 57344.0, torch.float8_e5m2)
-E2M1 = NumberFormat("e2m1", 1, 0, 6.0)
+E2M1 = NumberFormat("e2m1", 1, 0, 6.0, torch.float4_e2m1fn_x2)
 
 FP32, POWER_OF_TWO, TWO_LEVEL = "fp32", "power of two", "two level"
 """Kinds of scales: any fp32 number; a power of two; an E4M3 number per block below an fp32 number per tensor."""
@@ -79,8 +84,8 @@ class QuantizedTensor(NamedTuple):
     """A quantized matrix.
 
     Args:
-        values: [R, K] on the format's grid, in fp32 or fp64, or in the format's one-byte dtype from a kernel; E2M1 also
-            packed, [R, K / 2] (`unpack_e2m1`).
+        values: [R, K] on the format's grid, in fp32 or fp64, or in the format's dtype from a kernel; E2M1 is packed
+            there, [R, K / 2] (`unpack_e2m1`).
         inverse: scales to multiply by, () or one per block [R / rows, K / cols].
     """
 
@@ -91,7 +96,7 @@ class QuantizedTensor(NamedTuple):
     @property
     def is_packed(self) -> bool:
         """Whether two values share a byte."""
-        return self.values.dtype == torch.float4_e2m1fn_x2
+        return self.values.dtype == E2M1.dtype
 
     def unpacked(self) -> "QuantizedTensor":
         """Return the same matrix with one value per element."""
@@ -107,7 +112,7 @@ class QuantizedTensor(NamedTuple):
 def round_nearest(x: Tensor, fmt: NumberFormat) -> Tensor:
     """Round fp32 or fp64 to the nearest number of a format, ties to even, with saturation. NaN stays."""
     x = x.clamp(-fmt.max, fmt.max)
-    if fmt.dtype is not None and x.dtype == torch.float32:
+    if not fmt.is_packed and x.dtype == torch.float32:
         return x.to(fmt.dtype).to(x.dtype)
     step = _step(x, fmt)
     return torch.round(x / step) * step
@@ -216,7 +221,7 @@ def quantize(
 
 def tensor_scale(whole: Tensor, fmt: NumberFormat) -> Tensor:
     """Return the fp32 number of two-level scales, which maps the largest block to E4M3's maximum."""
-    return compute_scale(whole, NumberFormat("", 0, 0, fmt.max * E4M3.max))
+    return compute_scale(whole, fmt._replace(max=fmt.max * E4M3.max))
 
 
 def two_level_scales(amax: Tensor, whole: Tensor, fmt: NumberFormat) -> tuple[Tensor, Tensor, Tensor]:

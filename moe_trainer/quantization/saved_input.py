@@ -92,7 +92,8 @@ class SavedInput(NamedTuple):
         )
 
     def _of_tables(self, tables: Sequence[Tensor]) -> "SavedInput":
-        return self._replace(**dict(zip(("values", "inverse"), tables)))
+        values, *inverse = tables
+        return self._replace(values=values, inverse=inverse[0] if inverse else self.inverse)
 
 
 class StackedInputs(NamedTuple):
@@ -144,8 +145,8 @@ def _block_dtype(scaling: Scaling) -> torch.dtype:
 
 
 def _to_bytes(values: Tensor, fmt: NumberFormat) -> Tensor:
-    return (pack_e2m1(values) if fmt.dtype is None else values.to(fmt.dtype)).view(torch.uint8)
+    return (pack_e2m1(values) if fmt.is_packed else values.to(fmt.dtype)).view(torch.uint8)
 
 
 def _from_bytes(values: Tensor, fmt: NumberFormat) -> Tensor:
-    return unpack_e2m1(values) if fmt.dtype is None else values.view(fmt.dtype)
+    return unpack_e2m1(values) if fmt.is_packed else values.view(fmt.dtype)

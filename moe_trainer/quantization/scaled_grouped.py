@@ -63,7 +63,7 @@ class StackedWeights(NamedTuple):
         weights = [weight.unpacked() for weight in weights]
         values, inverse = (torch.stack(tables) for tables in zip(*((x.values, x.inverse) for x in weights)))
         scaling = weights[0].scaling
-        if scaling.fmt.dtype is not None and values.dtype == torch.float32:
+        if not scaling.fmt.is_packed and values.dtype == torch.float32:
             values = values.to(scaling.fmt.dtype)
         return StackedWeights(values, inverse, scaling)
 
@@ -89,9 +89,9 @@ def can_use_native_weight_grad(grad: Tensor, x: Tensor, a: Scaling, b: Scaling, 
     return not any(size % 16 for size in sizes) and _weight_grads_work(x.device, a, b)
 
 
-def can_use_block_gemms(x: Tensor, a: Scaling, b: Scaling, dtype: torch.dtype, kernels: ExpertKernels | None) -> bool:
+def can_use_block_gemms(x: Tensor, a: Scaling, b: Scaling, dtype: torch.dtype, kernels: ExpertKernels) -> bool:
     """Return whether kernels of ours can multiply quantized tokens like x by operands scaled like b, into `dtype`."""
-    if kernels is None or gemm_kind(a, b) != BLOCKS or not a.fmt == b.fmt == E4M3:
+    if gemm_kind(a, b) != BLOCKS or not a.fmt == b.fmt == E4M3:
         return False
     return x.is_cuda and dtype == torch.bfloat16 and _block_gemms_work(x.device, a, b, kernels)
 
@@ -133,11 +133,11 @@ def native_grouped_weight_grad(
         offsets_e: as of native_grouped_mm_of_buffer, multiples of 128.
     """
     ends_e = offsets_e // TILE_ROWS  # four blocks of 32 tokens
-    scales = [
+    scales, of_x = (
         swizzle_e8m0_of_groups(inverse, ends_e).view(-(-len(inverse) // TILE_ROWS) * TILE_ROWS, -1)
         for inverse in (of_grad_NB, of_x_KB)
-    ]
-    return _call(grad_NC.to(E4M3.dtype), x_KC.to(E4M3.dtype).t(), *scales, offsets_e, MX)
+    )
+    return _call(grad_NC.to(E4M3.dtype), x_KC.to(E4M3.dtype).t(), scales, of_x, offsets_e, MX)
 
 
 def _rows_of_scales(inverse_RB: Tensor) -> Tensor:
@@ -158,7 +158,7 @@ def _call(
 ) -> Tensor:
     how = ScalingType.RowWise if kind == TENSORS else ScalingType.BlockWise1x32
     swizzle = SwizzleType.NO_SWIZZLE if kind == TENSORS else SwizzleType.SWIZZLE_32_4_4
-    return F.scaled_grouped_mm(
+    return F.scaled_grouped_mm(  # type: ignore[attr-defined]  # torch's stub lacks it
         left,
         right,
         left_scales,

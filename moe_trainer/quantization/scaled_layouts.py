@@ -87,15 +87,15 @@ def pad_to_multiple(x: QuantizedTensor, row_multiple: int, col_multiple: int) ->
         x = x.unpacked()
     rows, cols = -x.values.shape[0] % row_multiple, -x.values.shape[1] % col_multiple
     fmt = x.scaling.fmt
-    values = x.values if fmt.dtype is None else x.values.to(fmt.dtype)
+    values = x.values if fmt.is_packed else x.values.to(fmt.dtype)
     if rows or cols:
-        filled = F.pad(values if fmt.dtype is None else values.view(torch.uint8), (0, cols, 0, rows))
-        values = filled if fmt.dtype is None else filled.view(fmt.dtype)
+        filled = F.pad(values if fmt.is_packed else values.view(torch.uint8), (0, cols, 0, rows))
+        values = filled if fmt.is_packed else filled.view(fmt.dtype)
     inverse = x.inverse
     if not x.scaling.per_tensor:
         missing = [
             -(-size // block) - have
             for size, block, have in zip(values.shape, (x.scaling.rows, x.scaling.cols), inverse.shape)
         ]
-        inverse = F.pad(inverse, (0, missing[1], 0, missing[0]), value=0.0 if fmt.dtype is None else 1.0)
+        inverse = F.pad(inverse, (0, missing[1], 0, missing[0]), value=0.0 if fmt.is_packed else 1.0)
     return QuantizedTensor(values, inverse, x.scaling)

@@ -71,7 +71,7 @@ MX, NV = GemmKind("mx", 32, 32, (10, 0)), GemmKind("nv", 32, 32, (10, 0))
 def gemm_kind(a: Scaling, b: Scaling) -> GemmKind | None:
     """Return the kind of GEMM of two operands; None if no unit has it."""
     if a.per_tensor and b.per_tensor:
-        return None if None in (a.fmt.dtype, b.fmt.dtype) or (a.fmt, b.fmt) == (E5M2, E5M2) else TENSORS
+        return None if a.fmt.is_packed or b.fmt.is_packed or (a.fmt, b.fmt) == (E5M2, E5M2) else TENSORS
     shapes, formats, scales = {(a.rows, a.cols), (b.rows, b.cols)}, {a.fmt, b.fmt}, {a.scales, b.scales}
     if E4M3 in formats and formats <= {E4M3, E5M2} and scales == {POWER_OF_TWO}:
         if shapes <= {(1, 128), (128, 128)} and (1, 128) in shapes:
@@ -98,16 +98,25 @@ def scaled_mm(
 
 
 def native_mm(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype) -> Tensor:
-    """Return a @ b^T computed by the device; the kind of GEMM must exist."""
+    """Return a @ b^T computed by the device.
+
+    Raises:
+        ValueError: if no unit has such a GEMM.
+    """
     kind, rows, cols = gemm_kind(a.scaling, b.scaling), a.values.shape[0], b.values.shape[0]
-    (left, *scales_a), (right, *scales_b) = (_operand(pad_to_multiple(x, kind.rows, kind.cols), kind) for x in (a, b))
+    if kind is None:
+        raise ValueError(f"no unit multiplies {a.scaling} and {b.scaling}")
+    left, right = (_operand(pad_to_multiple(x, kind.rows, kind.cols), kind) for x in (a, b))
     # a sum in the units' own narrow accumulator is what the definition does not have
     y = F.scaled_mm(
-        left,
-        right.t(),
-        *_given(scales_a),
-        *_given(scales_b),
-        *(_swizzles(x) for x in (scales_a, scales_b)),
+        left.values,
+        right.values.t(),
+        [level.values for level in left.scales],
+        [level.kind for level in left.scales],
+        [level.values for level in right.scales],
+        [level.kind for level in right.scales],
+        [level.swizzle for level in left.scales],
+        [level.swizzle for level in right.scales],
         output_dtype=dtype,
         use_fast_accum=False,
     )
@@ -122,32 +131,32 @@ class _Scales(NamedTuple):
     swizzle: SwizzleType = SwizzleType.NO_SWIZZLE
 
 
-def _given(scales: list[_Scales]) -> tuple[list[Tensor], list[ScalingType]]:
-    return [level.values for level in scales], [level.kind for level in scales]
+class _Operand(NamedTuple):
+    """A padded matrix as the device takes it, with its scales level by level."""
+
+    values: Tensor
+    scales: tuple[_Scales, ...]
 
 
-def _swizzles(scales: list[_Scales]) -> list[SwizzleType]:
-    return [level.swizzle for level in scales]
-
-
-def _operand(x: QuantizedTensor, kind: GemmKind) -> tuple[Tensor | _Scales, ...]:
-    """Return values and scales level by level, of a padded matrix."""
+def _operand(x: QuantizedTensor, kind: GemmKind) -> _Operand:
     inverse, scaling = x.inverse, x.scaling
     if kind == TENSORS:
-        return x.values.contiguous(), _Scales(inverse, ScalingType.TensorWise)
+        return _Operand(x.values.contiguous(), (_Scales(inverse, ScalingType.TensorWise),))
     if kind == BLOCKS:
         if scaling.rows == 1:
-            return x.values.contiguous(), _Scales(column_major(inverse), ScalingType.BlockWise1x128)
-        return x.values.contiguous(), _Scales(block128_layout(inverse), ScalingType.BlockWise128x128)
+            scales = _Scales(column_major(inverse), ScalingType.BlockWise1x128)
+        else:
+            scales = _Scales(block128_layout(inverse), ScalingType.BlockWise128x128)
+        return _Operand(x.values.contiguous(), (scales,))
     tiled = SwizzleType.SWIZZLE_32_4_4
     if kind == MX:
-        return x.values.contiguous(), _Scales(swizzle_e8m0(inverse), ScalingType.BlockWise1x32, tiled)
+        return _Operand(x.values.contiguous(), (_Scales(swizzle_e8m0(inverse), ScalingType.BlockWise1x32, tiled),))
     stored, whole = split_two_level(inverse.repeat_interleave(scaling.rows, 0)[: x.values.shape[0]])
-    return (
-        x.values if x.is_packed else pack_e2m1(x.values),
+    levels = (
         _Scales(swizzle_scales(stored).to(E4M3.dtype), ScalingType.BlockWise1x16, tiled),
         _Scales(whole, ScalingType.TensorWise),
     )
+    return _Operand(x.values if x.is_packed else pack_e2m1(x.values), levels)
 
 
 @functools.lru_cache

@@ -288,7 +288,7 @@ def can(x_RK: Tensor, scaling: Scaling) -> bool:
     """Return whether the kernels support this tensor and scaling."""
     shaped = scaling.per_tensor or (scaling.rows in (1, scaling.cols) and scaling.scales != TWO_LEVEL)
     return (
-        scaling.fmt.dtype is not None
+        not scaling.fmt.is_packed
         and shaped
         and not (scaling.stochastic or scaling.hadamard)
         and x_RK.dtype != torch.float64

@@ -154,7 +154,7 @@ def delayed_scaling(algorithm: str) -> list[tuple[list[float], list[float], list
         y.backward(grad)
         rows, w = x.detach(), linear.weight.detach()
         expected = ours.output(rows, w), ours.input_grad(grad, w), ours.weight_grad(grad, rows)
-        ours.advance(ours.amax.clone())
+        ours.advance(ours.recipe.delayed, ours.amax.clone())
         results = zip((y, x.grad, linear.weight.grad), expected, strict=True)
         apart = [((theirs.float() - mine.float()).norm() / mine.float().norm()).item() for theirs, mine in results]
         forward, backward = (linear.fp8_meta[f"scaling_{way}"].scale.tolist() for way in ("fwd", "bwd"))

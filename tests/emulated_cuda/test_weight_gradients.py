@@ -53,8 +53,6 @@ def gradient_of_second_linear(run_experts, queue=None) -> list[float]:
 
 def rounded_gradients(kind: str) -> list[tuple[str, float]]:
     """Dtype and relative error of the gradients that the library makes of weights that have no main gradient."""
-    from contextlib import nullcontext
-
     import transformer_engine.pytorch as library
     from transformer_engine.pytorch import ops  # noqa: F401 - the attribute of the package
 
@@ -69,10 +67,10 @@ def rounded_gradients(kind: str) -> list[tuple[str, float]]:
         for shape in ((EXPERTS, 2 * WIDTH, WIDTH), (EXPERTS, WIDTH, WIDTH))
     )
     if kind == "operations":
-        mlp = te_ops.FusedExpertMLP(EXPERTS, (WIDTH, WIDTH, WIDTH), library=library, context=nullcontext)
+        mlp = te_ops.FusedExpertMLP(EXPERTS, (WIDTH, WIDTH, WIDTH), te_experts.LibraryGemms(library))
         y, activation = mlp(x, torch.ones(len(x), device="cuda"), w1, w2, COUNTS), torch.nn.functional.silu(x[0, 0])
     else:
-        linear = te_experts.FusedGroupedLinear(EXPERTS, WIDTH, WIDTH, library=library, context=nullcontext)
+        linear = te_experts.FusedGroupedLinear(EXPERTS, WIDTH, WIDTH, te_experts.LibraryGemms(library))
         y, activation = linear(x, w2, COUNTS), x[0, 0]
     y.backward(torch.full_like(y, y_grad))
     exact = torch.tensor(COUNTS, device="cuda").view(-1, 1, 1) * y_grad * activation.float()
@@ -158,11 +156,10 @@ def of_one_linear(kind: str, where: str) -> tuple[float, bool]:
 
 
 def of_the_library(kind: str, where: str) -> tuple[list[float], float]:
-    from contextlib import nullcontext
 
     import transformer_engine.pytorch as library
 
-    from moe_trainer.layers.te_experts import FusedGroupedLinear
+    from moe_trainer.layers.te_experts import FusedGroupedLinear, LibraryGemms
     from moe_trainer.layers.te_ops import FusedExpertMLP
 
     probs, queue = torch.ones(sum(COUNTS), device="cuda"), WeightGradQueue() if "deferred" in where else None
@@ -170,9 +167,9 @@ def of_the_library(kind: str, where: str) -> tuple[list[float], float]:
     if kind == "operations":
         from transformer_engine.pytorch import ops  # noqa: F401 - the attribute of the package
 
-        mlp = FusedExpertMLP(EXPERTS, (WIDTH, WIDTH, WIDTH), library=library, context=nullcontext, queue=queue)
+        mlp = FusedExpertMLP(EXPERTS, (WIDTH, WIDTH, WIDTH), LibraryGemms(library), queue=queue)
         return gradient_of_second_linear(lambda x, w1, w2: mlp(x, probs, w1, w2, COUNTS), queue), activation
-    linear = FusedGroupedLinear(EXPERTS, WIDTH, WIDTH, library=library, context=nullcontext, queue=queue)
+    linear = FusedGroupedLinear(EXPERTS, WIDTH, WIDTH, LibraryGemms(library), queue=queue)
     return gradient_of_second_linear(lambda x, _, w2: linear(x, w2, COUNTS), queue), 1.0
 
 

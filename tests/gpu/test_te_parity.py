@@ -5,6 +5,7 @@ What can be shown without them is in tests/layers/test_te.py; this is the rest: 
 
 import os
 import tempfile
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from torch import nn
 
 from arguments import Arguments, parse_args
 from arguments.mechanisms.formats import NAMED_BY_LAYER
+from arguments.moe import MoEArgs
 from moe_trainer.backends import BackendPolicy
 from moe_trainer.launch_env import LaunchEnv
 from moe_trainer.layers import te, te_layers
@@ -59,14 +61,8 @@ def parse_flags(kind: str, *flags: str, ranks: int = 1) -> Arguments:
 
 def make_factory(kind: str, *flags: str, ps: ParallelState | None = None) -> tuple[LayerFactory, Arguments]:
     args = parse_flags(kind, *flags)
-    return select_layer_factory(
-        kind,
-        ps or ParallelState.single(),
-        args.parallel.cp_comm_type,
-        BackendPolicy("error", cuda=True),
-        model=args.model,
-        precision=args.precision,
-    ), args
+    dense = replace(args, moe=MoEArgs())
+    return select_layer_factory(dense, ps or ParallelState.single(), BackendPolicy("error", cuda=True)), args
 
 
 def make_layer(build) -> nn.Module:
@@ -237,13 +233,7 @@ PIPELINES = {
 def make_experts(flags: str) -> Experts:
     args, ps = parse_flags("transformer_engine", flags), ParallelState.single()
     factory = select_layer_factory(
-        "transformer_engine",
-        ps,
-        args.parallel.cp_comm_type,
-        BackendPolicy("error", cuda=True, capability=torch.cuda.get_device_capability()),
-        model=args.model,
-        moe=args.moe,
-        precision=args.precision,
+        args, ps, BackendPolicy("error", cuda=True, capability=torch.cuda.get_device_capability())
     )
     precision = None
     if args.precision.fp8:

@@ -52,8 +52,8 @@ def install_fake_te(shared, monkeypatch) -> "FakeTransformerEngine":
     monkeypatch.setattr(torch.cuda, "Stream", lambda: "a stream")
     select = layer_factory.select_layer_factory
 
-    def on_cuda(impl, ps, comm_types, backends, *rest, **more):
-        return select(impl, ps, comm_types, replace(backends, cuda=True), *rest, **more)
+    def on_cuda(args, ps, backends, *rest):
+        return select(args, ps, replace(backends, cuda=True), *rest)
 
     monkeypatch.setattr(build, "select_layer_factory", on_cuda)
     return made

@@ -19,10 +19,8 @@ LATENT = "--multi-latent-attention --kv-lora-rank 8 --qk-head-dim 256 --qk-pos-e
 
 
 def attention(flags: str, policy: BackendPolicy):
-    args = parse_args([*TOY, *flags.split()], 1)
-    factory = select_layer_factory(
-        "local", ParallelState.single(), ["p2p"], policy, model=args.model, precision=args.precision
-    )
+    args = parse_args([*TOY, "--transformer-impl", "local", *flags.split()], 1)
+    factory = select_layer_factory(args, ParallelState.single(), policy)
     return factory.core_attention(args.model, 1, head_dim=8)
 
 

@@ -3,13 +3,15 @@
 The logits full, in fp64; and full models.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from harness import run_ranks
 from training.layouts import assert_equal, make_argv, make_run, train_one_process, train_ranks
 
-from moe_trainer.layers.init import Init
+from arguments.model import ModelArgs
 from moe_trainer.layers.vocab import OutputHead
 from moe_trainer.ops import cross_entropy, logit_chunks
 from moe_trainer.parallel.rng import named_generator
@@ -17,6 +19,7 @@ from moe_trainer.parallel.state import ParallelState
 from moe_trainer.parallel.weight_grads import WeightGradQueue
 
 S, B, H, V = 20, 2, 8, 24
+MODEL = ModelArgs(num_layers=1, hidden_size=H, num_attention_heads=1, untie_embeddings_and_output_weights=True)
 
 
 @pytest.fixture
@@ -43,9 +46,7 @@ def _data():
 def _head(rank, n, sequence_parallel):
     ps = ParallelState.create(n, rank, tp=n) if n > 1 else ParallelState.single()
     x, weight, labels, mask = _data()
-    head = OutputHead(
-        H, V, name="head", group=ps.tp, init=Init("normal", 0.1), tied=False, sequence_parallel=sequence_parallel
-    ).double()
+    head = OutputHead(MODEL, V, ps.tp, sequence_parallel=sequence_parallel).double()
     rows = V // n
     with torch.no_grad():
         head.weight.copy_(weight[rank * rows : (rank + 1) * rows])
@@ -82,7 +83,8 @@ def test_deferred_weight_gradient_uses_full_logits(short_chunks, tied):
     """It needs the gradient of full logits, so there are no chunks; the gradient of a tied weight is not deferred."""
     x, weight, labels, mask = _data()
     queue, group = WeightGradQueue(), ParallelState.single().tp
-    head = OutputHead(H, V, name="head", group=group, init=Init("normal", 0.1), tied=tied, queue=queue)
+    model = replace(MODEL, untie_embeddings_and_output_weights=not tied)
+    head = OutputHead(model, V, group, queue=queue)
     table = torch.nn.Parameter(weight)
     if not tied:
         head.weight = table
@@ -120,16 +122,7 @@ def _fp32_logits(rank, n, sequence_parallel):
     """Loss and gradients of a head in bf16 with logits in fp32."""
     ps = ParallelState.create(n, rank, tp=n)
     x, weight, labels, mask = (tensor if tensor.dtype == torch.int64 else tensor.bfloat16() for tensor in _data())
-    head = OutputHead(
-        H,
-        V,
-        name="head",
-        group=ps.tp,
-        init=Init("normal", 0.1),
-        tied=False,
-        sequence_parallel=sequence_parallel,
-        logit_dtype=torch.float32,
-    ).bfloat16()
+    head = OutputHead(MODEL, V, ps.tp, sequence_parallel=sequence_parallel, logit_dtype=torch.float32).bfloat16()
     with torch.no_grad():
         head.weight.copy_(weight.chunk(n)[rank])
     mine = (x.chunk(n)[rank] if sequence_parallel else x).clone().requires_grad_()

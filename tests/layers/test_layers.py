@@ -254,9 +254,9 @@ def test_activation_follows_the_flags(change, expected):
 
 def test_reason_for_not_using_transformer_engine_is_logged(caplog):
     with caplog.at_level(logging.INFO):
-        local = select_layer_factory("local", ParallelState.single(), ["p2p"])
+        local = select_layer_factory(parse_args([*TOY, "--transformer-impl", "local"], 1), ParallelState.single())
         assert local.column_linear is LOCAL.column_linear and not caplog.records
-        assert select_layer_factory("transformer_engine", ParallelState.single(), ["p2p"]).name == "local"
+        assert select_layer_factory(parse_args(TOY, 1), ParallelState.single()).name == "local"
     assert "transformer_engine" in caplog.text and len(caplog.records) == 1
 
 

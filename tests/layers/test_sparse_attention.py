@@ -6,6 +6,7 @@ from training.layouts import make_argv, shallow, train
 
 from arguments import parse_args
 from moe_trainer.layers.core_attention import AttentionMask
+from moe_trainer.layers.layer_factory import LOCAL
 from moe_trainer.layers.sparse_attention import (
     INDEXER,
     Indexer,
@@ -15,7 +16,6 @@ from moe_trainer.layers.sparse_attention import (
     reduce_indexer_loss,
     reset_indexer_loss,
 )
-from moe_trainer.memory.activations import ActivationPolicy
 from moe_trainer.model.build import build_chunks
 from moe_trainer.model.participants import collect_participants
 from moe_trainer.ops.block_attention import PositionRange, Selection
@@ -85,9 +85,8 @@ def attention(*more):
         ParallelState.single(),
         1,
         name="decoder.layers.0.self_attention.core_attention",
-        head_dim=8,
         scale=0.3,
-        activations=ActivationPolicy(),
+        factory=LOCAL,
     )
 
 

@@ -15,7 +15,8 @@ from layers.fake_te import PYTORCH, RECIPE, install, install_fake_te, without_pa
 from torch.nn.attention import SDPBackend
 from training.layouts import compare, create_groups, make_argv, train, train_ranks
 
-from arguments import parse_args, te_support
+from arguments import Arguments, parse_args, te_support
+from arguments.moe import MoEArgs
 from moe_trainer.backends import BackendPolicy, MissingBackendError
 from moe_trainer.layers import layer_factory, te, te_layers
 from moe_trainer.layers.core_attention import AttentionMask, CoreAttention
@@ -99,8 +100,8 @@ def test_te_linears_compute_frozen_weights_next_to_adapters(fake_package):
 
 
 def test_te_leaves_chunks_to_the_local_attention(fake_package):
-    options = make_options("--attention-chunk-size 8")
-    made = select_factory(CUDA, **options).core_attention(options["model"], 1, head_dim=4)
+    args = make_args("--attention-chunk-size 8")
+    made = select_factory(args).core_attention(args.model, 1, head_dim=4)
     assert type(made) is CoreAttention and made.chunk == 8
 
 
@@ -108,12 +109,12 @@ def test_te_leaves_chunks_to_the_local_attention(fake_package):
 @pytest.mark.parametrize("on_device", [False, True])
 def test_te_attention_of_packed_sequences_equals_local_attention(fake_package, flags, on_device):
     """Its kernels for variable lengths are called in half precision only."""
-    options = make_options(f"--bf16 {flags}")
-    made = select_factory(CUDA, **options).core_attention(options["model"], 1, head_dim=4)
+    args = make_args(f"--bf16 {flags}")
+    made = select_factory(args).core_attention(args.model, 1, head_dim=4)
     packed = PackedSequences.of((5, 16, 1, 9), 4)
     if on_device:
         packed = packed.on_device(torch.device("cpu"), 6)
-    heads, groups = options["model"].num_attention_heads, options["model"].query_groups
+    heads, groups = args.model.num_attention_heads, args.model.query_groups
     torch.manual_seed(0)
     found = []
     inputs = [torch.randn(40, 1, count, 4, dtype=torch.bfloat16) for count in (heads, groups, groups)]
@@ -132,12 +133,12 @@ def test_te_attention_of_packed_sequences_equals_local_attention(fake_package, f
 @pytest.mark.parametrize("cp_size", [1, 2])
 def test_packed_sequences_of_a_group_are_not_the_librarys(fake_package, cp_size):
     """A group of several ranks exchanges keys, which the library was given no group for."""
-    options = make_options("--bf16")
-    made = select_factory(CUDA, **options).core_attention(options["model"], 1, head_dim=4)
+    args = make_args("--bf16")
+    made = select_factory(args).core_attention(args.model, 1, head_dim=4)
     asked = []
     made.local.forward = lambda q, k, v, visible: asked.append(visible.cp_size) or q.flatten(2)
     packed = replace(PackedSequences.of((8, 16), 4), cp_size=cp_size)
-    heads, groups = options["model"].num_attention_heads, options["model"].query_groups
+    heads, groups = args.model.num_attention_heads, args.model.query_groups
     inputs = [torch.randn(24 // cp_size, 1, count, 4, dtype=torch.bfloat16) for count in (heads, groups, groups)]
     made(*inputs, AttentionMask.of(None, None, torch.device("cpu"), packed))
     assert asked == ([] if cp_size == 1 else [2])
@@ -332,26 +333,24 @@ def test_unsupported_recipes_use_local_linears_with_a_note(fake_package, caplog,
     )
 
 
-def make_options(*flags: str) -> dict:
+DEFERS = "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble"
+
+
+def make_args(*flags: str) -> Arguments:
+    """Arguments of a model without experts."""
     args = parse_args([*make_argv("plain"), TE_IMPL, "transformer_engine", *" ".join(flags).split()], 2)
-    return {"model": args.model, "precision": args.precision}
+    return replace(args, moe=MoEArgs())
 
 
 def select_factory(
+    args: Arguments | None = None,
     backends: BackendPolicy = CUDA,
     ps: ParallelState | None = None,
     kernels: Kernels | None = None,
-    defers: bool = False,
-    **more,
+    overlap: TpOverlap | None = None,
 ) -> layer_factory.LayerFactory:
     return layer_factory.select_layer_factory(
-        "transformer_engine",
-        ps or ParallelState.single(),
-        ["p2p"],
-        backends,
-        kernels or Kernels(),
-        defers=defers,
-        **more,
+        args or make_args(), ps or ParallelState.single(), backends, kernels or Kernels(), overlap
     )
 
 
@@ -408,13 +407,13 @@ def test_userbuffers_are_allocated_once_for_both_formats(fake_package, monkeypat
 
 def test_deferred_weight_gradients_use_local_linears(fake_package, caplog):
     with caplog.at_level(logging.INFO):
-        factory = select_factory(defers=True).for_chunk(WeightGradQueue())
+        factory = select_factory(make_args(DEFERS)).for_chunk(WeightGradQueue())
     linear = factory.column_linear(8, 8, name="linear", group=Group.single("tp"), init=Init("normal", 1.0))
     assert type(linear) is ColumnParallelLinear and factory.name == "transformer_engine"
     (message,) = caplog.messages
     assert "as the schedule does; using the local layers for linears" in message
     with pytest.raises(MissingBackendError, match="as the schedule does. Use --transformer-impl local"):
-        select_factory(BackendPolicy("error", cuda=True), defers=True)
+        select_factory(make_args(DEFERS), BackendPolicy("error", cuda=True))
 
 
 TWO = replace(ParallelState.single(), cp=Group("cp", (0, 1), 0, 2))
@@ -435,11 +434,11 @@ TWO = replace(ParallelState.single(), cp=Group("cp", (0, 1), 0, 2))
 )
 def test_unsupported_context_parallelism_uses_local_attention(fake_package, caplog, flags, reason):
     with caplog.at_level(logging.INFO):
-        factory = select_factory(ps=TWO, **make_options(flags, CP2))
+        factory = select_factory(make_args(flags, CP2), ps=TWO)
     assert [reason in message and "local layers for core attention" in message for message in caplog.messages] == [
         True
     ] * bool(reason)
-    made = factory.core_attention(make_options(flags, CP2)["model"], 1, head_dim=4)
+    made = factory.core_attention(make_args(flags, CP2).model, 1, head_dim=4)
     assert type(made).__name__ == ("FusedAttention" if reason is None else "ContextParallelAttention")
 
 
@@ -452,55 +451,42 @@ def test_unsupported_context_parallelism_uses_local_attention(fake_package, capl
     ],
 )
 def test_attention_backend_of_packed_documents_and_of_local(fake_package, backend, kind, kernel):
-    options = make_options(f"--bf16 --attention-backend {backend}")
-    made = select_factory(replace(CUDA, typed=frozenset({"attention_backend"})), **options).core_attention(
-        options["model"], 1, head_dim=4
+    args = make_args(f"--bf16 --attention-backend {backend}")
+    made = select_factory(args, replace(CUDA, typed=frozenset({"attention_backend"}))).core_attention(
+        args.model, 1, head_dim=4
     )
     assert type(made).__name__ == kind and getattr(made, "local", made).backend == kernel
 
 
 def test_a_backend_that_only_the_library_can_run_leaves_documents_to_torch(fake_package):
-    options = make_options("--attention-backend flash")  # in fp32
-    made = select_factory(replace(CUDA, typed=frozenset({"attention_backend"})), **options).core_attention(
-        options["model"], 1, head_dim=4
+    args = make_args("--attention-backend flash")  # in fp32
+    made = select_factory(args, replace(CUDA, typed=frozenset({"attention_backend"}))).core_attention(
+        args.model, 1, head_dim=4
     )
     assert type(made).__name__ == "FusedAttention" and made.local.backend is None
 
 
 def test_fp32_residual_uses_local_norms(fake_package, caplog):
     with caplog.at_level(logging.INFO):
-        factory = select_factory(**make_options("--bf16 --fp32-residual-connection"))
-    assert (
-        "--fp32-residual-connection" in caplog.text
-        and type(factory.norm(8, make_options()["model"], name="norm")) is Norm
-    )
+        factory = select_factory(make_args("--bf16 --fp32-residual-connection"))
+    assert "--fp32-residual-connection" in caplog.text and type(factory.norm(8, make_args().model, name="norm")) is Norm
     caplog.clear()
-    model = replace(make_options()["model"], normalization="RMSNorm")
+    args = replace(make_args(), model=replace(make_args().model, normalization="RMSNorm"))
+    typed = replace(CUDA, typed=frozenset({"triton_kernels"}))
     with caplog.at_level(logging.INFO):
-        assert (
-            type(
-                select_factory(
-                    replace(CUDA, typed=frozenset({"triton_kernels"})), kernels=Kernels(rms_norm=print), model=model
-                ).norm(8, model, name="norm")
-            )
-            is Norm
-        )
+        norm = select_factory(args, typed, kernels=Kernels(rms_norm=print)).norm(8, args.model, name="norm")
+    assert type(norm) is Norm
     assert caplog.messages == ["norms are those of --triton-kernels norm, not TransformerEngine's"]
     # the default gives way, and there is no kernel for LayerNorm
-    assert type(select_factory(kernels=Kernels(rms_norm=print), model=model).norm(8, model, name="norm")) is FusedNorm
-    model = replace(model, normalization="LayerNorm")
-    assert (
-        type(
-            select_factory(
-                replace(CUDA, typed=frozenset({"triton_kernels"})), kernels=Kernels(rms_norm=print), model=model
-            ).norm(8, model, name="norm")
-        )
-        is FusedNorm
-    )
+    norm = select_factory(args, kernels=Kernels(rms_norm=print)).norm(8, args.model, name="norm")
+    assert type(norm) is FusedNorm
+    args = replace(args, model=replace(args.model, normalization="LayerNorm"))
+    norm = select_factory(args, typed, kernels=Kernels(rms_norm=print)).norm(8, args.model, name="norm")
+    assert type(norm) is FusedNorm
 
 
 def test_documents_and_masks_use_local_attention(fake_package):
-    model = make_options()["model"]
+    model = make_args().model
     fused = select_factory().core_attention(model, 1, head_dim=4)
     fused.should_save_inputs = True
     q, k, v = (torch.randn(6, 2, 4, 4) for _ in range(3))
@@ -544,7 +530,7 @@ def test_broken_te_installation_falls_back_to_local_layers(monkeypatch, tmp_path
     assert reason in message and "\n" not in message and message.endswith("using the local layers (plain torch)")
     assert reason in te.problem("permutation", "moe_unpermute")
     with pytest.raises(MissingBackendError, match="(?s)pip install .*--on-missing-backend fallback"):
-        select_factory(BackendPolicy(typed=frozenset({"transformer_impl"}), cuda=True))
+        select_factory(backends=BackendPolicy(typed=frozenset({"transformer_impl"}), cuda=True))
 
 
 def test_te_without_a_needed_class_falls_back_to_local_layers(fake_package, caplog):
@@ -555,7 +541,7 @@ def test_te_without_a_needed_class_falls_back_to_local_layers(fake_package, capl
 
 
 def test_recipe_missing_in_older_te_is_handled(fake_package):
-    blockwise = get_recipe(make_options("--bf16 --fp8-format e4m3 --fp8-recipe blockwise")["precision"])
+    blockwise = get_recipe(make_args("--bf16 --fp8-format e4m3 --fp8-recipe blockwise").precision)
     assert te.recipe_problem(blockwise) is None
     del sys.modules[RECIPE].Float8BlockScaling
     assert te.recipe_problem(blockwise).endswith("has no transformer_engine.common.recipe.Float8BlockScaling")

@@ -6,7 +6,6 @@ Against the local experts, with a stand-in that checks calls against the recorde
 import logging
 import sys
 from collections import Counter
-from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -22,7 +21,7 @@ from moe_trainer.backends import BackendPolicy, MissingBackendError
 from moe_trainer.layers import layer_factory, te, te_experts, te_layers
 from moe_trainer.layers.init import Init
 from moe_trainer.layers.kernels import Kernels
-from moe_trainer.layers.te_experts import FusedGroupedLinear, stacked
+from moe_trainer.layers.te_experts import FusedGroupedLinear, LibraryGemms, stacked
 from moe_trainer.layers.te_layers import FusedColumnLinear
 from moe_trainer.memory.activations import ActivationPolicy
 from moe_trainer.moe.grouped_experts import grouped_expert_mlp
@@ -66,10 +65,8 @@ def linears(queue=None, pad_multiple=1, save_original_input=False):
         FusedGroupedLinear(
             4,
             *size,
-            library=library,
-            context=nullcontext,
+            LibraryGemms(library, pad_multiple=pad_multiple),
             queue=queue,
-            pad_multiple=pad_multiple,
             save_original_input=save_original_input,
         )
         for size in sizes
@@ -304,15 +301,7 @@ CUDA = BackendPolicy(cuda=True)
 def select_experts(flags, caplog, backends=CUDA):
     args = parse_args(te_argv(flags), 2)
     with caplog.at_level(logging.INFO):
-        factory = layer_factory.select_layer_factory(
-            "transformer_engine",
-            groups(args),
-            ["p2p"],
-            backends,
-            model=args.model,
-            moe=args.moe,
-            precision=args.precision,
-        )
+        factory = layer_factory.select_layer_factory(args, groups(args), backends)
     return factory.grouped_linear(4, 32, 32), [message for message in caplog.messages if "for experts" in message]
 
 
@@ -322,16 +311,7 @@ def test_kernels_replaced_by_te_are_logged(fake_package, caplog):
         args = parse_args(te_argv(flags), 1)
         caplog.clear()
         with caplog.at_level(logging.INFO):
-            layer_factory.select_layer_factory(
-                "transformer_engine",
-                ParallelState.single(),
-                ["p2p"],
-                BackendPolicy(cuda=True),
-                kernels,
-                model=args.model,
-                moe=args.moe,
-                precision=args.precision,
-            )
+            layer_factory.select_layer_factory(args, ParallelState.single(), BackendPolicy(cuda=True), kernels)
         assert [
             message.split()[1].rstrip(":") for message in caplog.messages if message.startswith("--triton-kernels")
         ] == logged
@@ -355,17 +335,8 @@ def test_memory_plan_predicts_the_choice_of_layers(fake_package, flags):
     """If package, device and widths support everything; memory plans rely on this."""
     args = parse_args(te_argv(f"--bf16 --fp8-format e4m3 {flags}"), 2)
     defers = args.parallel.has_deferred_wgrad
-    factory = layer_factory.select_layer_factory(
-        "transformer_engine",
-        ParallelState.single(),
-        ["p2p"],
-        BackendPolicy(cuda=True),
-        model=args.model,
-        moe=args.moe,
-        precision=args.precision,
-        defers=defers,
-        stored_format=args.stored_weight_format,
-    ).for_chunk(WeightGradQueue() if defers else None)
+    factory = layer_factory.select_layer_factory(args, ParallelState.single(), BackendPolicy(cuda=True))
+    factory = factory.for_chunk(WeightGradQueue() if defers else None)
     factory = replace(factory, **factory._linears(quantize=lambda *_, **__: None))
     linear = factory.column_linear(32, 32, name="linear", group=Group.single("tp"), init=Init("normal", 1.0))
     assert (type(linear) is FusedColumnLinear, factory.grouped_linear(4, 32, 32) is not None) == args.te_quantizes
@@ -422,16 +393,7 @@ def test_quantized_experts_with_a_budget_read_counts_on_the_device(
     policy = BackendPolicy(cuda=True, capability=capability, typed=frozenset(typed))
     args = parse_args(te_argv(f"--bf16 {FP8} {BUDGET} {added}"), 2)
     with caplog.at_level(logging.INFO):
-        factory = layer_factory.select_layer_factory(
-            "transformer_engine",
-            ParallelState.single(),
-            ["p2p"],
-            policy,
-            model=args.model,
-            moe=args.moe,
-            precision=args.precision,
-            captured=args.training.captured_modules,
-        ).for_chunk(None)
+        factory = layer_factory.select_layer_factory(args, ParallelState.single(), policy).for_chunk(None)
     factory = replace(factory, **factory._linears(quantize=lambda *_, **__: None))
     assert type(factory.grouped_linear(4, 32, 32)) is made
     assert (made is FusedGroupedLinear) == (
@@ -445,16 +407,7 @@ def test_quantized_experts_with_a_budget_read_counts_on_the_device(
 def test_quantized_experts_staying_local_give_a_warning(fake_package, caplog):
     args = parse_args(te_argv(f"--bf16 {FP8} {BUDGET} --moe-paged-stash"), 2)
     with caplog.at_level(logging.WARNING):
-        layer_factory.select_layer_factory(
-            "transformer_engine",
-            ParallelState.single(),
-            ["p2p"],
-            BackendPolicy(cuda=True),
-            model=args.model,
-            moe=args.moe,
-            precision=args.precision,
-            stored_format=args.stored_weight_format,
-        )
+        layer_factory.select_layer_factory(args, ParallelState.single(), BackendPolicy(cuda=True))
     assert ["--moe-paged-stash" in message and "experts with" in message for message in caplog.messages] == [True]
 
 

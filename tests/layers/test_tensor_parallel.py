@@ -50,6 +50,7 @@ MODEL = ModelArgs(
     position_embedding_type="rope",
     add_bias_linear=True,
 )
+TIED = replace(MODEL, untie_embeddings_and_output_weights=False)
 LATENT = replace(
     MODEL,
     multi_latent_attention=True,
@@ -149,14 +150,17 @@ class _Tied(nn.Module):
     def __init__(self, ps: ParallelState, sp: bool):
         super().__init__()
         self.embedding = VocabParallelEmbedding(V, H, **_options(ps, sp))
-        self.head = OutputHead(H, V, **{**_options(ps, sp), "name": "head"}, tied=True)
+        self.head = OutputHead(TIED, V, ps.tp, sequence_parallel=sp)
 
     def forward(self, ids_SB: Tensor) -> Tensor:
         return self.head.loss(self.embedding(ids_SB).tanh(), _labels(), self.embedding.weight)
 
 
 def _head(ps: ParallelState, sp: bool, bias: bool = False) -> OutputHead:
-    return OutputHead(H, V, **_options(ps, sp), tied=False, bias=bias)
+    model = replace(
+        MODEL, untie_embeddings_and_output_weights=True, add_output_layer_bias=bias, init_method_std=INIT.std
+    )
+    return OutputHead(model, V, ps.tp, sequence_parallel=sp)
 
 
 CASES = {
@@ -397,7 +401,7 @@ def test_queue_receives_the_weight_gradient_gemms(name):
     defer = queue.defer
     queue.defer = lambda param, compute: (calls.append(param.info.names[0]), defer(param, compute))
     _run(CASES[name], ParallelState.single(), False, queue)
-    assert calls == ["layer.weight"]
+    assert calls == ["output_layer.weight" if name == "head, loss" else "layer.weight"]
 
 
 def test_queue_on_one_rank_gives_identical_results():
@@ -554,7 +558,7 @@ def test_overlap_file_sets_the_chunks_of_reduce_scatters(tmp_path):
         ),
         (lambda group: RowParallelLinear(6, 4, name="a.b", group=group, init=INIT), "a.b: 6 input features"),
         (lambda group: VocabParallelEmbedding(6, 4, name="a.b", group=group, init=INIT), "a.b: 6 rows"),
-        (lambda group: OutputHead(4, 6, name="a.b", group=group, init=INIT, tied=True), "a.b: 6 rows"),
+        (lambda group: OutputHead(TIED, 6, group), "output_layer: 6 rows"),
     ],
 )
 def test_indivisible_sizes_are_rejected_by_name(make, message):

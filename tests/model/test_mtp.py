@@ -45,7 +45,7 @@ def explicit_losses(model, tokens, positions, labels, mask, depths, layers, per_
     for layer in model.decoder.layers:
         x = layer(x, rope, PassInputs())
     x = model.decoder.final_layernorm(x)
-    main = model._lm_loss(x, labels)
+    main = model._lm_loss(model.output_layer, x, labels)
     total, means, original = 0.0, [], mask.sum()
     for depth in range(1, depths + 1):
         ahead = torch.zeros_like(tokens)
@@ -55,7 +55,7 @@ def explicit_losses(model, tokens, positions, labels, mask, depths, layers, per_
         layer = layers[depth - 1]
         joined = torch.cat([layer.enorm(model.embedding(ahead, positions)), layer.hnorm(x)], -1)
         x = layer.final_layernorm(layer.mtp_model_layer(layer.eh_proj(joined), rope, PassInputs()))
-        summed = (model._lm_loss(x, target) * valid).sum()
+        summed = (model._lm_loss(model.output_layer, x, target) * valid).sum()
         means.append((summed / valid.sum()).item())
         total = total + 0.3 / depths * summed / valid.sum() * (original if per_token else 1.0)
     return main, total, means

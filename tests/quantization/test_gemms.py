@@ -168,25 +168,25 @@ def test_delayed_scales_follow_the_maxima_of_finished_iterations():
     gemms.eval()
     gemms.output(x * 100, w)
     assert torch.equal(gemms.amax, amax), "evaluation leaves no trace"
-    gemms.advance(amax)
+    gemms.advance(gemms.recipe.delayed, amax)
     fmax = torch.tensor([448.0, 448.0, 57344.0])
     torch.testing.assert_close(gemms.scaling[:, 0], fmax / amax / 2)
     assert not gemms.amax.any()
-    gemms.advance(torch.tensor([1e-3, 0.0, float("inf")]))
+    gemms.advance(gemms.recipe.delayed, torch.tensor([1e-3, 0.0, float("inf")]))
     torch.testing.assert_close(
         gemms.scaling[:, 0], fmax / amax / 2
     )  # the larger of two; zeros; not finite: nothing changes
     assert gemms.scaling[2, 1:].tolist() == [amax[2], 0.0] and gemms.scaling[0, 1:].tolist() == pytest.approx(
         [1e-3, amax[0].item()]
     )
-    gemms.advance(torch.tensor([1e-3, 0.0, 4.0]))
+    gemms.advance(gemms.recipe.delayed, torch.tensor([1e-3, 0.0, 4.0]))
     torch.testing.assert_close(gemms.scaling[0, 0], fmax[0] / 1e-3 / 2)
 
 
 def test_delayed_scaling_with_most_recent_maximum():
     gemms = QuantizedGemms(make_recipe("delayed", delayed=DelayedScaling(history=3)), "layer")
-    gemms.advance(torch.tensor([8.0, 8.0, 8.0]))
-    gemms.advance(torch.tensor([2.0, 4.0, 0.0]))
+    gemms.advance(gemms.recipe.delayed, torch.tensor([8.0, 8.0, 8.0]))
+    gemms.advance(gemms.recipe.delayed, torch.tensor([2.0, 4.0, 0.0]))
     assert gemms.scaling[:, 0].tolist() == [224.0, 112.0, 56.0]
 
 

@@ -254,18 +254,14 @@ def test_recipes_on_two_stages_equal_one_process(tmp_path):
 def test_layers_with_own_recipe_do_not_use_te(shared, monkeypatch, tmp_path, caplog):
     double = install_fake_te(shared, monkeypatch)
     args = parse_args(
-        [*make_argv("plain"), *f"--bf16 {FP8} --te-precision-config-file {write(tmp_path, [])}".split()], 1
+        [
+            *make_argv("plain"),
+            *f"--transformer-impl transformer_engine --bf16 {FP8} --te-precision-config-file {write(tmp_path, [])}".split(),
+        ],
+        1,
     )
     with caplog.at_level(logging.INFO):
-        factory = layer_factory.select_layer_factory(
-            "transformer_engine",
-            ParallelState.single(),
-            ["p2p"],
-            BackendPolicy(cuda=True),
-            model=args.model,
-            moe=args.moe,
-            precision=args.precision,
-        )
+        factory = layer_factory.select_layer_factory(args, ParallelState.single(), BackendPolicy(cuda=True))
     assert (
         "these layers have several (--te-precision-config-file); using the local layers" in caplog.text
         and factory.name == "transformer_engine"

@@ -275,7 +275,6 @@ def test_when_weight_grads_and_block_gemms_are_used(monkeypatch):
     x = on(48, 256)
     assert can_use_block_gemms(x, blocks.x, blocks.weight, bf16, kernels)
     assert can_use_block_gemms(x, blocks.grad_t, blocks.x_t, bf16, kernels)
-    assert not can_use_block_gemms(x, blocks.x, blocks.weight, bf16, None)
     assert not can_use_block_gemms(x, blocks.x, blocks.weight, torch.float32, kernels)
     assert not can_use_block_gemms(on(48, 256, False), blocks.x, blocks.weight, bf16, kernels)
     assert not can_use_block_gemms(x, mx.x, mx.weight, bf16, kernels)

@@ -7,12 +7,14 @@ from unittest import mock
 
 import pytest
 
+from arguments import parse_args
 from moe_trainer.backends import BackendPolicy, MissingBackendError, import_problem, nccl_problem, nccl_version
 from moe_trainer.errors import UserError
 from moe_trainer.layers.kernels import select_kernels
 from moe_trainer.layers.layer_factory import select_layer_factory
 from moe_trainer.moe.dispatch import deepep
 from moe_trainer.parallel.state import ParallelState
+from tests.arguments.test_tokens import TOY
 
 TYPED = frozenset({"this_flag"})
 
@@ -65,13 +67,12 @@ def test_missing_transformer_engine_falls_back_unless_requested(caplog):
     """Megatron's default falls back and logs it; set on a CUDA machine it is an error with a remedy."""
     ps = ParallelState.single()
     with caplog.at_level(logging.INFO):
-        assert select_layer_factory("transformer_engine", ps, ["p2p"], BackendPolicy(cuda=True)).name == "local"
+        assert select_layer_factory(parse_args(TOY, 1), ps, BackendPolicy(cuda=True)).name == "local"
     assert len(caplog.messages) == 1 and "transformer_engine" in caplog.messages[0]
     with pytest.raises(MissingBackendError, match="--transformer-impl local, or add --on-missing-backend fallback"):
-        select_layer_factory(
-            "transformer_engine", ps, ["p2p"], BackendPolicy(typed=frozenset({"transformer_impl"}), cuda=True)
-        )
-    assert select_layer_factory("local", ps, ["p2p"], BackendPolicy("error", cuda=True)).name == "local"
+        select_layer_factory(parse_args(TOY, 1), ps, BackendPolicy(typed=frozenset({"transformer_impl"}), cuda=True))
+    local = parse_args([*TOY, "--transformer-impl", "local"], 1)
+    assert select_layer_factory(local, ps, BackendPolicy("error", cuda=True)).name == "local"
 
 
 def test_missing_backend_errors_are_raised_together():

@@ -54,7 +54,8 @@ class Fp4Matrix(NamedTuple):
         packed = self.codes.view(torch.float4_e2m1fn_x2)
         if dtype == torch.float64:
             values = unpack_e2m1(packed).double()
-            return QuantizedTensor(*(x.t() if transposed else x for x in (values, self.inverse)), scaling)
+            values, inverse = (x.t() if transposed else x for x in (values, self.inverse))
+            return QuantizedTensor(values, inverse, scaling)
         if not transposed:
             return QuantizedTensor(packed, self.inverse, scaling)
         if self.codes.shape[0] % 2:
