@@ -8,7 +8,7 @@ Shapes: T tokens of all sequences, U those of their keys, N query heads, G key-v
 """
 
 import inspect
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,10 +50,10 @@ def varlen_attention(
     """
     width = v_TGE.shape[2]
     v_TGD = pad_width(v_TGE, q_TND.shape[2])
-    grouped = {}
+    grouped: dict[str, Any] = {}
     if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters:  # torch 2.11 takes fewer key heads without it
         grouped["enable_gqa"] = k_TGD.shape[1] != q_TND.shape[1]
-    out_TND = varlen.varlen_attn(
+    out_TND: Tensor = varlen.varlen_attn(  # type: ignore[assignment]  # a tuple only where return_aux asks for it
         q_TND,
         k_TGD,
         v_TGD,
