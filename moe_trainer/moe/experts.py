@@ -327,7 +327,7 @@ class SharedExperts(MLP):
     ):
         super().__init__(
             model,
-            moe.moe_shared_expert_intermediate_size,
+            moe.moe_shared_expert_intermediate_size or 0,
             name=name,
             group=ps.tp,
             factory=factory,
