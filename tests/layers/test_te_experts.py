@@ -81,12 +81,12 @@ def local(v, activation, queue=None, **biases):
     return expert_mlp(v["x"], v["p"], weights, COUNTS, activation, allow_grouped=False, queue=queue)
 
 
-def grouped(v, activation, pair, activations=None, unused=0, **biases):
+def grouped(v, activation, pair, activations=None, unused=0, counts=COUNTS, **biases):
     return grouped_expert_mlp(
         v["x"],
         v["p"],
         ExpertWeights(v["w1"], v["w2"], **biases),
-        COUNTS,
+        counts,
         pair,
         get_activation_fns(activation),
         activations or ActivationPolicy(),
@@ -250,6 +250,8 @@ def test_unused_rows_and_wrong_counts(fake_package):
     torch.testing.assert_close(y[:28], local(v, activation))
     with pytest.raises(ValueError, match="add up to 28, but there are 30"):
         grouped(more, activation, linears(), unused=2)
+    with pytest.raises(ValueError, match="needs counts on the host"):
+        grouped(v, activation, linears(), counts=torch.tensor(COUNTS))
 
 
 def te_argv(flags):
