@@ -15,7 +15,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from moe_trainer.ops.expert_mlp import expert_mlp
+from moe_trainer.ops.expert_mlp import ExpertMLPKernels, ExpertWeights, expert_mlp
 from moe_trainer.ops.grouped_gemm import GROUPED_MM
 from moe_trainer.ops.pointwise import Activation
 from scripts.bench_common import Report, gemm_rate, load_line, make_parser, provenance_line, timed
@@ -44,12 +44,12 @@ def measure(shape, dtype: torch.dtype, rounds: int) -> tuple[float, ...]:
     skew = torch.randn(num_experts) * 0.15
 
     def step(counts: tuple[int, ...], gemms: dict) -> None:
-        y = expert_mlp(x, p, w1, w2, counts, Activation("silu", gated=True), **gemms)
+        y = expert_mlp(x, p, ExpertWeights(w1, w2), counts, Activation("silu", gated=True), **gemms)
         torch.autograd.grad(y, (x, p, w1, w2), grad)
 
     times = []
     for _ in range(rounds + rounds // 3):
-        for gemms in ({"allow_grouped": False}, {"gemms": GROUPED_MM}):
+        for gemms in ({"allow_grouped": False}, {"kernels": ExpertMLPKernels(gemms=GROUPED_MM)}):
             experts = (torch.rand(tokens, num_experts) + skew).topk(topk)[1].flatten()
             counts = tuple(torch.bincount(experts, minlength=num_experts).tolist())
             times.append(timed(lambda counts=counts, gemms=gemms: step(counts, gemms)))

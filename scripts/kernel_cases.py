@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moe_trainer.layers.kernels import Balancing
-from moe_trainer.moe.balancing import LOSS_NAMES, balancing_losses
+from moe_trainer.moe.balancing import LOSS_NAMES, LossSettings, balancing_losses
 from moe_trainer.moe.selections.topk import score_topk
 from moe_trainer.ops import cross_entropy, gated_delta_rule, permute, pointwise, rope
 from moe_trainer.ops.expert_mlp import get_activation_fns
@@ -205,12 +205,8 @@ def balance(size: Size, dtype: torch.dtype, device: str) -> KernelCase:
         def run():
             result = balancing_losses(
                 logits,
+                LossSettings(size.topk, size.score, coefficients, 1e-3, True),
                 num_sequences=1,
-                topk=size.topk,
-                score_function=size.score,
-                coefficients=coefficients,
-                z_loss_coeff=1e-3,
-                per_token_loss=True,
                 running=None,
                 ps=ParallelState.single(),
                 kernels=kernels,

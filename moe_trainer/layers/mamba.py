@@ -25,7 +25,7 @@ from moe_trainer.layers.layer_factory import LayerFactory
 from moe_trainer.layers.rotary import Tables
 from moe_trainer.ops.block_attention import Documents
 from moe_trainer.ops.block_sizes import MAMBA_CONV_WIDTH as CONV_WIDTH
-from moe_trainer.ops.state_space import StateSpaceSizes, continue_state_space, state_space
+from moe_trainer.ops.state_space import StateSpaceParams, StateSpaceSizes, continue_state_space, state_space
 from moe_trainer.parallel.params import ParamInfo, get_param_info
 from moe_trainer.parallel.state import Group, ParallelState
 
@@ -108,7 +108,7 @@ class MambaMixer(nn.Module):
             z_SBI, x_SBC, dt_SBH = self.in_proj(x_SBH).split(
                 [self.sizes.inner, sum(self.sizes.channels), self.sizes.heads], -1
             )
-        params = (
+        params = StateSpaceParams(
             self.conv1d.weight.squeeze(1),
             self.conv1d.bias,
             self.A_log,
@@ -130,14 +130,14 @@ class MambaMixer(nn.Module):
         z_SBI: Tensor,
         x_SBC: Tensor,
         dt_SBH: Tensor,
-        params: tuple[Tensor, ...],
+        params: StateSpaceParams,
         documents: Documents | None,
         cp: Group,
     ) -> Tensor:
         """Apply the state space to the full sequence; return [S, B, I] of the local positions."""
         ids_BS, lengths = (None, ()) if documents is None else (documents.ids_BS, documents.lengths)
         if cp.size == 1:
-            return state_space(z_SBI, x_SBC, dt_SBH, *params, self.sizes, ids_BS)
+            return state_space(z_SBI, x_SBC, dt_SBH, params, self.sizes, ids_BS)
         sizes, (size, rank) = self.sizes, (cp.size, cp.rank)
         x, b, c = x_SBC.split(sizes.channels, -1)
         by_head = (each.unflatten(-1, (sizes.heads, -1)) for each in (z_SBI, x, dt_SBH))
@@ -148,15 +148,17 @@ class MambaMixer(nn.Module):
             z,
             torch.cat([x, b, c], -1),
             dt,
-            *(torch.cat([part.chunk(size)[rank] for part in full.split(sizes.channels)]) for full in convolution),
-            *(full.chunk(size)[rank] for full in others),
+            StateSpaceParams(
+                *(torch.cat([part.chunk(size)[rank] for part in full.split(sizes.channels)]) for full in convolution),
+                *(full.chunk(size)[rank] for full in others),
+            ),
             replace(sizes, heads=sizes.heads // size, groups=sizes.groups // size),
             ids_BS,
         )
         return all_to_all_heads_to_seq(cp, y, lengths)
 
     def _mix_with_cache(
-        self, z_SBI: Tensor, x_SBC: Tensor, dt_SBH: Tensor, params: tuple[Tensor, ...], cache: KVCache
+        self, z_SBI: Tensor, x_SBC: Tensor, dt_SBH: Tensor, params: StateSpaceParams, cache: KVCache
     ) -> Tensor:
         """Continue from the cached state, and store the state after every sequence's last token."""
         number, state = self.layer_number, None

@@ -21,7 +21,7 @@ from torch import Tensor
 from moe_trainer.ops import varlen_attention
 from moe_trainer.ops.block_attention import BlockBackwardInputs, BlockMask, merge_block
 from moe_trainer.ops.transfer import to_device
-from moe_trainer.ops.varlen_attention import Borders
+from moe_trainer.ops.varlen_attention import Borders, KeyBlock
 
 
 class _Chunks(NamedTuple):
@@ -87,9 +87,7 @@ class PackedRing:
         q, k, v = map(_tokens_first, (q_BNSD, k_BGSD, v_BGSE))
         rows, columns = self._rows(source)
         inputs = _pick(q, rows), _pick(k, columns), _pick(v, columns)
-        part_TNE, part_lse = varlen_attention.varlen_block(
-            *inputs, *self._borders(source), self.scale, *self._mask(source)
-        )
+        part_TNE, part_lse = varlen_attention.varlen_block(*inputs, self._block(source))
         part, top = part_TNE.transpose(0, 1).unsqueeze(0), part_lse.to(lse.dtype).unsqueeze(0)
         if rows is not None:  # the other queries see no key
             part = torch.zeros(*out.shape, dtype=part.dtype, device=out.device).index_copy_(2, rows, part)
@@ -116,9 +114,7 @@ class PackedRing:
             _pick(v, columns),
             _pick(out, rows),
             lse,
-            *self._borders(source),
-            self.scale,
-            *self._mask(source),
+            self._block(source),
         )
         for total, part, places in zip(map(_tokens_first, grads), parts, (rows, columns, columns)):
             if places is None:
@@ -139,9 +135,9 @@ class PackedRing:
         of_chunks = self.chunks.borders
         return (of_chunks, self.borders) if source > self.rank else (self.borders, of_chunks)
 
-    def _mask(self, source: int) -> tuple[bool, int]:
-        """Return whether the causal rule applies, and the window."""
-        return source == self.rank, self.left
+    def _block(self, source: int) -> KeyBlock:
+        """Return the block of the keys of rank `source`."""
+        return KeyBlock(*self._borders(source), self.scale, source == self.rank, self.left)
 
 
 def _borders(lengths: Sequence[int], device: torch.device) -> Borders:

@@ -45,6 +45,7 @@ from torch import Tensor
 
 from arguments.mechanisms.selections import SELECTING
 from arguments.moe import MoEArgs
+from moe_trainer.moe.selections.selection import ExpertSelection
 from moe_trainer.ops.attach_loss import Balancing
 from moe_trainer.ops.packed_sequences import ValidTokens
 from moe_trainer.parallel.collectives import all_reduce
@@ -141,32 +142,46 @@ def scores_and_counts(
     scores_TE, slope_TE = normalized_scores(logits_TE, score_function)
     if chosen_TE is None:
         chosen_TE = torch.zeros_like(scores_TE).scatter_(1, scores_TE.topk(topk, dim=1)[1], 1.0)
-    tables = (scores_TE, chosen_TE)
+    tables = scores_TE, chosen_TE
     if valid is not None:
-        tables = tuple(table * valid.mask_T.unsqueeze(1) for table in tables)
-        if num_sequences > 1:
+        valid_T1, sequence_T = valid.mask_T.unsqueeze(1), valid.sequence_T
+        tables = scores_TE * valid_T1, chosen_TE * valid_T1
+        if sequence_T is not None and num_sequences > 1:
             sums_BE = scores_TE.new_zeros(num_sequences, scores_TE.shape[1])
-            return (
-                scores_TE,
-                slope_TE,
-                *(sums_BE.index_add(0, valid.sequence_T, table.to(sums_BE.dtype)) for table in tables),
-            )
+            probs_BE, counts_BE = (sums_BE.index_add(0, sequence_T, table.to(sums_BE.dtype)) for table in tables)
+            return scores_TE, slope_TE, probs_BE, counts_BE
     probs_BE, counts_BE = (
         table.view(-1, num_sequences, table.shape[1]).sum(0, dtype=scores_TE.dtype) for table in tables
     )
     return scores_TE, slope_TE, probs_BE, counts_BE
 
 
+@dataclass(frozen=True)
+class LossSettings:
+    """What the flags say of the losses.
+
+    Attributes:
+        topk: experts of a token.
+        score_function: of the logits.
+        coefficients: of each loss, by name.
+        z_loss_coeff: of the z-loss; None without.
+        per_token_loss: multiply the gradient by the microbatch's token count over tp and cp (global_aux_loss: the mean
+            count of the data ranks), because the gradients are divided by the token count later.
+    """
+
+    topk: int
+    score_function: str
+    coefficients: Mapping[str, float]
+    z_loss_coeff: float | None = None
+    per_token_loss: bool = False
+
+
 @torch.no_grad()
 def balancing_losses(
     logits_TE: Tensor,
+    settings: LossSettings,
     *,
     num_sequences: int,
-    topk: int,
-    score_function: str,
-    coefficients: Mapping[str, float],
-    z_loss_coeff: float | None,
-    per_token_loss: bool,
     running: tuple[Tensor, Tensor] | None,
     ps: ParallelState,
     chosen_TE: Tensor | None = None,
@@ -176,21 +191,15 @@ def balancing_losses(
     """Compute all balancing losses of one microbatch.
 
     `running` is (counts_E summed over the iteration's earlier microbatches and tp_dp_cp, number of microbatches) for
-    global_aux_loss, updated in place. `chosen_TE` (bool) are the experts that count, None: the plain top-k.
-    per_token_loss multiplies the gradient by the microbatch's token count over tp and cp (global_aux_loss: the mean
-    count of the data ranks), because the gradients are divided by the token count later. `kernels` compute all of it,
-    if given. Only `valid` tokens count; their number may differ between ranks and microbatches.
+    global_aux_loss, updated in place. `chosen_TE` (bool) are the experts that count, None: the plain top-k. `kernels`
+    compute all of it, if given. Only `valid` tokens count; their number may differ between ranks and microbatches.
 
     Source: Switch Transformer, equation 4; ST-MoE, equation 5; DeepSeek-V3, equation 17; arXiv 2501.11873, section 3.
     """
-    num_tokens = logits_TE.shape[0]
-    num_shards = ps.tp_cp.size
     if kernels is not None:
-        z = None if z_loss_coeff is None else 2 * z_loss_coeff / (num_shards * max(1, num_tokens))
-        factor = float(num_tokens * num_shards) if per_token_loss else 1.0
-        return _by_kernels(
-            kernels, logits_TE, num_sequences, topk, score_function, coefficients, z, factor, running, ps
-        )
+        return _by_kernels(kernels, logits_TE, settings, num_sequences, running, ps)
+    num_tokens, num_shards = logits_TE.shape[0], ps.tp_cp.size
+    coefficients, z_loss_coeff = settings.coefficients, settings.z_loss_coeff
     total: int | Tensor = num_tokens * num_shards if valid is None else valid.total
     valid_T = None if valid is None else valid.mask_T
     logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
@@ -202,12 +211,10 @@ def balancing_losses(
             num_sequences = valid.num_sequences
         num_rows = num_sequences if coefficients["seq_load_balancing_loss"] else 1
         scores_TE, slope_TE, probs_BE, counts_BE = scores_and_counts(
-            logits_TE, topk, score_function, num_rows, valid, chosen_TE=chosen_TE
+            logits_TE, settings.topk, settings.score_function, num_rows, valid, chosen_TE=chosen_TE
         )
-        weights_BE = _loss_weights(
-            probs_BE, counts_BE, total, topk, coefficients, running, ps, values, valid, per_token_loss
-        )
-        if valid is not None and len(weights_BE) > 1:
+        weights_BE = _loss_weights(probs_BE, counts_BE, total, settings, running, ps, values, valid)
+        if valid is not None and valid.sequence_T is not None and len(weights_BE) > 1:
             weights_TE = weights_BE.index_select(0, valid.sequence_T)
         else:
             weights_TE = weights_BE.repeat(num_tokens // len(weights_BE), 1)
@@ -222,14 +229,18 @@ def balancing_losses(
             torch.mean(log_sum_T1.square(), (0, 1), out=values[3])
         else:  # this rank's share of the mean over all ranks, times their number
             values[3] = (log_sum_T1.square() * valid_T.unsqueeze(1)).sum() * (num_shards / total)
-        softmax_TE = scores_TE if score_function == "softmax" and scores_TE is not None else log_softmax_TE.exp_()
+        softmax_TE = (
+            scores_TE if settings.score_function == "softmax" and scores_TE is not None else log_softmax_TE.exp_()
+        )
         factor = 2 * z_loss_coeff / total
         if grad_TE is None or isinstance(factor, Tensor):
             slope_TE = softmax_TE * (log_sum_T1 * factor)
             grad_TE = slope_TE if grad_TE is None else grad_TE.add_(slope_TE)
         else:
             grad_TE = grad_TE.addcmul_(softmax_TE, log_sum_T1, value=factor)
-    if per_token_loss:
+    if grad_TE is None:
+        grad_TE = torch.zeros_like(logits_TE)
+    if settings.per_token_loss:
         grad_TE *= total
     if valid_T is not None:
         grad_TE *= valid_T.unsqueeze(1)
@@ -246,25 +257,26 @@ def _scales(
 ) -> tuple[float, float, float]:
     """Return the factors of the counts in the three losses; 0 for unused ones. `total`: tokens over tp and cp."""
     divisors = (total**2, (total // num_sequences) ** 2 * num_sequences, (total * ps.dp.size) ** 2)
-    return tuple(
+    aux, seq, over_all = (
         num_experts / (topk * divisor) if coefficients[name] and divisor else 0.0
         for name, divisor in zip(LOSS_NAMES, divisors)
     )
+    return aux, seq, over_all
 
 
 def _by_kernels(
     kernels: Balancing,
     logits_TE: Tensor,
+    settings: LossSettings,
     num_sequences: int,
-    topk: int,
-    score_function: str,
-    coefficients: Mapping[str, float],
-    z_coefficient: float | None,
-    factor: float,
     running: tuple[Tensor, Tensor] | None,
     ps: ParallelState,
 ) -> BalancingLosses:
-    counted = kernels.count(logits_TE, topk, score_function, num_sequences)
+    num_tokens, num_experts = logits_TE.shape
+    coefficients, z_coefficient, total = settings.coefficients, settings.z_loss_coeff, num_tokens * ps.tp_cp.size
+    if z_coefficient is not None:
+        z_coefficient = 2 * z_coefficient / max(ps.tp_cp.size, total)
+    counted = kernels.count(logits_TE, settings.topk, settings.score_function, num_sequences)
     _, counts_BE, _ = counted
     if running is not None:
         sums_E, steps = running
@@ -272,7 +284,7 @@ def _by_kernels(
         steps += 1
     if ps.tp_cp.size > 1 and (coefficients["load_balancing_loss"] or coefficients["seq_load_balancing_loss"]):
         counts_BE = all_reduce(counts_BE.contiguous(), ps.tp_cp)
-    scales = _scales(coefficients, logits_TE.shape[0] * ps.tp_cp.size, num_sequences, logits_TE.shape[1], topk, ps)
+    scales = _scales(coefficients, total, num_sequences, num_experts, settings.topk, ps)
     return BalancingLosses(
         *kernels.gradient(
             logits_TE,
@@ -281,9 +293,9 @@ def _by_kernels(
             running,
             scales,
             [coefficients[name] for name in LOSS_NAMES[:3]],
-            score_function,
+            settings.score_function,
             z_coefficient,
-            factor,
+            float(total) if settings.per_token_loss else 1.0,
         )
     )
 
@@ -292,13 +304,11 @@ def _loss_weights(
     probs_BE: Tensor,
     counts_BE: Tensor,
     total: int | Tensor,
-    topk: int,
-    coefficients: Mapping[str, float],
+    settings: LossSettings,
     running: tuple[Tensor, Tensor] | None,
     ps: ParallelState,
     values: Tensor,
     valid: ValidTokens | None,
-    per_token_loss: bool,
 ) -> Tensor:
     """Return the sum of the c's of the losses in use, [1 or B, E]; write the losses to `values`.
 
@@ -306,8 +316,10 @@ def _loss_weights(
     """
     group = ps.tensor_context.of(None if valid is None else valid.cp_size)
     num_sequences, num_experts = counts_BE.shape
+    topk, coefficients = settings.topk, settings.coefficients
     aux_scale: float | Tensor
     seq_scale: float | Tensor
+    global_scale: float | Tensor
     if valid is None:
         assert isinstance(total, int)
         aux_scale, seq_scale, global_scale = _scales(coefficients, total, num_sequences, num_experts, topk, ps)
@@ -326,6 +338,8 @@ def _loss_weights(
         torch.dot(probs_BE.flatten(), weight_BE.flatten(), out=values[1])
         weights.append(coefficients["seq_load_balancing_loss"] * weight_BE)
     if coefficients["global_load_balancing_loss"]:
+        if running is None:
+            raise ValueError("balancing_losses: the global loss needs the counts of earlier microbatches")
         sums_E, steps = running
         all_counts_E = _sum_over_ranks(counts_E, ps.tp_dp_cp)
         sums_E += all_counts_E
@@ -335,7 +349,7 @@ def _loss_weights(
             num_chosen = all_counts_E.sum()
             steps = sums_E.sum() / num_chosen
             global_scale = num_experts * topk / num_chosen.square()
-            if per_token_loss:  # the gradient is multiplied by `total`, which differs between the ranks
+            if settings.per_token_loss:  # the gradient is multiplied by `total`, which differs between the ranks
                 coefficient *= num_chosen * group.size / (topk * ps.tp_dp_cp.size * total)
         weight_E = (sums_E / steps).to(probs_E.dtype) * global_scale
         torch.dot(probs_E, weight_E, out=values[2])
@@ -384,7 +398,7 @@ def reset_iteration(chunks) -> None:
 def update_biases(chunks, ps: ParallelState, frozen: bool = False) -> None:
     """Update expert biases and what selections estimate, once per global batch; `frozen` only resets the counts."""
     update_expert_bias(chunks, ps, frozen)
-    by_kind: dict[type, list] = {}
+    by_kind: dict[type[ExpertSelection], list[ExpertSelection]] = {}
     for router in _routers(chunks):
         by_kind.setdefault(type(router.selection), []).append(router.selection)
     for kind, selections in by_kind.items():

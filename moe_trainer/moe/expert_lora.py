@@ -20,6 +20,14 @@ from moe_trainer.parallel.params import ParamInfo, get_param_info
 from moe_trainer.parallel.rng import ShardRNG
 
 
+class _AdapterWeight(nn.Module):
+    """Stacked weight of one linear of the adapters of all local experts."""
+
+    def __init__(self, shape: tuple[int, ...], info: ParamInfo):
+        super().__init__()
+        self.weight = make_parameter(shape, info)
+
+
 class ExpertLoRA(nn.Module):
     """Adapters of one linear of all local experts.
 
@@ -47,15 +55,11 @@ class ExpertLoRA(nn.Module):
         }
         init = lora_init(full)
 
-        def make(leaf: str, shape: tuple[int, int], dimension: int, **options) -> nn.Module:
+        def make(leaf: str, shape: tuple[int, int], dimension: int, **options) -> _AdapterWeight:
             # the dimension that the weight is sharded along is that of one of the two; the other one is replicated
             options |= shard if info.sharded_dim == dimension else {"is_grad_partial": info.shard_count > 1}
-            module = nn.Module()
-            module.weight = make_parameter(
-                (num, *shape),
-                ParamInfo(tuple(f"{name}.{leaf}.weight" for name in names), kind="expert", stacked=True, **options),
-            )
-            return module
+            leaves = tuple(f"{name}.{leaf}.weight" for name in names)
+            return _AdapterWeight((num, *shape), ParamInfo(leaves, kind="expert", stacked=True, **options))
 
         self.lora_A = make(LORA_A, (dim, columns), 1, init=init.kind, init_std=init.std)
         self.lora_B = make(LORA_B, (rows, dim), 0, init="zeros")

@@ -14,6 +14,8 @@ output width (2F when gated).
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -22,17 +24,20 @@ from torch import Tensor, nn
 from arguments.model import ModelArgs
 from arguments.moe import MoEArgs
 from moe_trainer.layers.init import Init, hidden_init, make_parameter, residual_init
-from moe_trainer.layers.kernels import Kernels
 from moe_trainer.layers.layer_factory import LayerFactory
 from moe_trainer.layers.mlp import MLP, make_activation
-from moe_trainer.memory.activations import ActivationPolicy
 from moe_trainer.moe.expert_lora import ExpertLoRA, GroupedLoRALinear
-from moe_trainer.moe.grouped_experts import grouped_expert_mlp, pipeline_expert_mlp
+from moe_trainer.moe.grouped_experts import ExpertPipeline, GroupedLinear, grouped_expert_mlp, pipeline_expert_mlp
 from moe_trainer.moe.placement.own import OWN_WEIGHTS, OwnWeights
-from moe_trainer.ops.expert_mlp import can_read_counts_on_device, expert_mlp, get_activation_fns
+from moe_trainer.ops.expert_mlp import (
+    ExpertMLPKernels,
+    ExpertWeights,
+    can_read_counts_on_device,
+    expert_mlp,
+    get_activation_fns,
+)
 from moe_trainer.parallel.params import ParamInfo
 from moe_trainer.parallel.state import Group, ParallelState
-from moe_trainer.parallel.weight_grads import WeightGradQueue
 from moe_trainer.quantization.expert_mlp import quantized_expert_mlp
 from moe_trainer.quantization.gemms import QuantizedGemms, UnquantizedExpertGemms
 
@@ -59,45 +64,42 @@ class _ExpertLinear(nn.Module):
         super().__init__()
         shape = [rows, columns]
         shape[sharded_dim] //= group.size
-        shard = {"kind": "expert", "stacked": True, "shard_rank": group.rank, "shard_count": group.size}
-        self.weight = make_parameter(
-            (len(names), *shape),
-            ParamInfo(
-                tuple(f"{name}.weight" for name in names),
-                sharded_dim=sharded_dim,
-                parts=parts,
-                init=init.kind,
-                init_std=init.std,
-                **shard,
-            ),
+        info = ParamInfo(
+            tuple(f"{name}.weight" for name in names),
+            kind="expert",
+            stacked=True,
+            sharded_dim=sharded_dim,
+            shard_rank=group.rank,
+            shard_count=group.size,
+            parts=parts,
+            init=init.kind,
+            init_std=init.std,
         )
-        self.bias = None
+        self.weight = make_parameter((len(names), *shape), info)
+        self.bias: nn.Parameter | None = None
         if bias:
             names = tuple(f"{name}.bias" for name in names)
             if sharded_dim == 0:
-                info = ParamInfo(names, sharded_dim=0, parts=parts, init="zeros", **shard)
+                info = replace(info, names=names, init="zeros", init_std=0.0)
             else:
                 info = ParamInfo(names, kind="expert", stacked=True, is_grad_partial=group.size > 1, init="zeros")
             self.bias = make_parameter((len(names), shape[0]), info)
 
 
 class Experts(nn.Module):
-    """All local experts of one layer."""
+    """All local experts of one layer.
 
-    def __init__(
-        self,
-        model: ModelArgs,
-        moe: MoEArgs,
-        ps: ParallelState,
-        name: str,
-        *,
-        queue: WeightGradQueue | None = None,
-        activations: ActivationPolicy | None = None,
-        quantize: Callable[..., QuantizedGemms | None] | None = None,
-        kernels: Kernels | None = None,
-        grouped_linear: Callable[..., nn.Module | None] | None = None,
-        expert_mlp: Callable[..., nn.Module | None] | None = None,
-    ):
+    Attributes:
+        quantized: GEMMs of fc1 and fc2; None if neither is quantized.
+        pipeline: a library's MLP of all experts; None without.
+        grouped: fc1 and fc2 by a library or with adapters; None for our functions.
+    """
+
+    quantized: nn.ModuleList | None
+    pipeline: ExpertPipeline | None
+    grouped: nn.ModuleList | None
+
+    def __init__(self, model: ModelArgs, moe: MoEArgs, ps: ParallelState, name: str, factory: LayerFactory):
         """Build the experts.
 
         Args:
@@ -105,36 +107,32 @@ class Experts(nn.Module):
             moe: MoE section.
             ps: parallel state.
             name: global name.
-            queue: queue of deferred weight gradients; None computes them in backward.
-            activations: recompute and offload policy of the chunk.
-            quantize: builds quantized GEMMs from (name, is_sharded=, is_expert=), or returns None.
-            kernels: our kernels.
-            grouped_linear, expert_mlp: the LayerFactory's, which may return None.
+            factory: of the layer.
 
         Raises:
             ValueError: if the experts or their width cannot be divided evenly.
         """
         super().__init__()
-        kernels = kernels or Kernels()
+        kernels, num_experts = factory.kernels, moe.num_experts or 0
         ffn = moe.moe_ffn_hidden_size or model.ffn_hidden_size
         if ffn % ps.etp.size:
             raise ValueError(
                 f"experts of width {ffn} (--moe-ffn-hidden-size) cannot be sharded over "
                 f"--expert-tensor-parallel-size {ps.etp.size}"
             )
-        if moe.num_experts % ps.ep.size:
+        if num_experts % ps.ep.size:
             raise ValueError(
-                f"--num-experts {moe.num_experts} cannot be divided evenly over "
-                f"--expert-model-parallel-size {ps.ep.size}"
+                f"--num-experts {num_experts} cannot be divided evenly over --expert-model-parallel-size {ps.ep.size}"
             )
         self.activation = make_activation(model)
-        self.activation_fns, self.gemms = kernels.expert_activation(self.activation), kernels.grouped_gemms
-        self.add_weight_grad = kernels.add_weight_grad
+        self.kernels = ExpertMLPKernels(
+            kernels.expert_activation(self.activation), kernels.grouped_gemms, kernels.add_weight_grad
+        )
         self.allow_grouped = moe.moe_grouped_gemm
         self.probs_on_input = moe.moe_apply_probs_on_input
-        self.queue, self.activations = queue, activations or ActivationPolicy()
+        self.queue, self.activations = factory.queue, factory.activations
         self.etp = ps.etp
-        num_local = moe.num_experts // ps.ep.size
+        num_local = num_experts // ps.ep.size
         first = ps.ep.rank * num_local
         names = [f"{name}.local_experts.{expert}" for expert in range(first, first + num_local)]
         fc1, fc2 = ([f"{expert}.{linear}" for expert in names] for linear in ("linear_fc1", "linear_fc2"))
@@ -144,12 +142,13 @@ class Experts(nn.Module):
             fc1, ffn * parts, input_size, bias, hidden_init(model), group=group, sharded_dim=0, parts=parts
         )
         self.linear_fc2 = _ExpertLinear(fc2, output_size, ffn, bias, residual_init(model), group=group, sharded_dim=1)
-        self.quantized = None
-        self.pipeline = None
-        if expert_mlp is not None:
-            self.pipeline = expert_mlp(num_local, (input_size, ffn // ps.etp.size, output_size))
-        self.grouped = self._build_grouped_linears(grouped_linear)
+        self.quantized = self.pipeline = None
+        if factory.expert_mlp is not None:
+            sizes = (input_size, ffn // ps.etp.size, output_size)
+            self.pipeline = cast("ExpertPipeline | None", factory.expert_mlp(num_local, sizes))
+        self.grouped = self._build_grouped_linears(factory.grouped_linear)
         # a library's linears need to know how weights are stored
+        quantize = factory.quantize
         if quantize is not None and self.pipeline is None and (self.grouped is None or self.grouped[0].stores):
             gemms = [
                 quantize(f"{name}.{linear}", is_sharded=True, is_expert=True) for linear in ("linear_fc1", "linear_fc2")
@@ -175,12 +174,13 @@ class Experts(nn.Module):
             unused: zero tokens at the end, whose results are undefined.
             weights: the weights to compute with.
         """
+        factor_R: Tensor | None = probs_R
         if self.probs_on_input:
             x_RH = (x_RH * probs_R.unsqueeze(1)).to(x_RH.dtype)
-            probs_R = None
+            factor_R = None
 
         def run(x_RH: Tensor, tensors: Sequence[Tensor]) -> Tensor:
-            return self._run(x_RH, probs_R, tokens_per_expert_e, unused, tensors)
+            return self._run(x_RH, factor_R, tokens_per_expert_e, unused, ExpertWeights(*tensors))
 
         return weights.run(run, x_RH, self._tensors(), self.activations)
 
@@ -188,8 +188,8 @@ class Experts(nn.Module):
         """Add adapters, whose linears compute the experts from then on."""
         options = {
             "allow_grouped": self.allow_grouped,
-            "gemms": self.gemms if self.allow_grouped else None,
-            "add_weight_grad": self.add_weight_grad,
+            "gemms": self.kernels.gemms if self.allow_grouped else None,
+            "add_weight_grad": self.kernels.add_weight_grad,
         }
         self.grouped = nn.ModuleList(GroupedLoRALinear(lora, **options) for lora in (fc1, fc2))
 
@@ -198,23 +198,32 @@ class Experts(nn.Module):
         if build is None:
             return None
         recomputes_activation = "moe_act" in self.activations.recomputed
-        linears = []
+        linears = nn.ModuleList()
         for index, linear in enumerate((self.linear_fc1, self.linear_fc2)):
             num, rows, columns = linear.weight.shape
-            linears.append(build(num, columns, rows, save_original_input=index == 1 and recomputes_activation))
-        return None if None in linears else nn.ModuleList(linears)
+            built = build(num, columns, rows, save_original_input=index == 1 and recomputes_activation)
+            if built is None:
+                return None
+            linears.append(built)
+        return linears
+
+    def _quantized_gemms(self, gemms: nn.ModuleList) -> tuple[QuantizedGemms, QuantizedGemms]:
+        fc1, fc2 = gemms
+        return cast(QuantizedGemms, fc1), cast(QuantizedGemms, fc2)
 
     @property
     def pad_multiple(self) -> int:
         """Multiple to which each expert's tokens are padded where their counts stay on the device."""
         if self.pipeline is not None:
             return self.pipeline.pad_multiple
-        return 1 if self.quantized is None else max(gemms.token_multiple for gemms in self.quantized)
+        if self.quantized is None:
+            return 1
+        return max(gemms.token_multiple for gemms in self._quantized_gemms(self.quantized))
 
     def quantized_weights(self) -> Iterator[tuple[nn.Parameter, QuantizedGemms]]:
         """Yield the stacked weights with their GEMMs, if these are quantized."""
         if self.quantized is not None:
-            yield from zip((self.linear_fc1.weight, self.linear_fc2.weight), self.quantized)
+            yield from zip((self.linear_fc1.weight, self.linear_fc2.weight), self._quantized_gemms(self.quantized))
 
     def _tensors(self) -> tuple[Tensor, ...]:
         tensors = (self.linear_fc1.weight, self.linear_fc2.weight, self.linear_fc1.bias, self.linear_fc2.bias)
@@ -228,7 +237,7 @@ class Experts(nn.Module):
             return "adapters and TransformerEngine's GroupedLinear read them there"
         if not self.allow_grouped:
             return "experts run one by one without --moe-grouped-gemm"
-        if not can_read_counts_on_device(self.linear_fc1.weight, self.linear_fc2.weight, self.gemms):
+        if not can_read_counts_on_device(self.linear_fc1.weight, self.linear_fc2.weight, self.kernels.gemms):
             return "torch has no grouped GEMM that reads them on this device; --triton-kernels grouped-gemm does"
         return None
 
@@ -238,23 +247,23 @@ class Experts(nn.Module):
         probs_R: Tensor | None,
         tokens_per_expert_e: Sequence[int] | Tensor,
         unused: int,
-        tensors: Sequence[Tensor],
+        weights: ExpertWeights,
     ) -> Tensor:
-        w1, w2, b1, b2 = (*tensors, None, None)[:4]
-        inputs = x_RH, probs_R, w1, w2, tokens_per_expert_e
-        biases = {"b1_eG": b1, "b2_eH": self._fc2_bias(b2)}
+        weights = weights._replace(b2_eH=self._fc2_bias(weights.b2_eH))
         if self.pipeline is not None and len(x_RH) > unused:
             return pipeline_expert_mlp(
-                self.pipeline, x_RH, probs_R, (w1, w2), tokens_per_expert_e, self.activations, unused
+                self.pipeline, x_RH, probs_R, weights[:2], tokens_per_expert_e, self.activations, unused
             )
         if self.grouped is not None and len(x_RH) > unused:
+            fc1, fc2 = self.grouped
             return grouped_expert_mlp(
-                *inputs,
-                tuple(self.grouped),
-                self.activation_fns or get_activation_fns(self.activation),
+                x_RH,
+                probs_R,
+                weights,
+                tokens_per_expert_e,
+                (cast(GroupedLinear, fc1), cast(GroupedLinear, fc2)),
+                self.kernels.activation or get_activation_fns(self.activation),
                 self.activations,
-                pad_multiple=self.grouped[0].pad_multiple,
-                **biases,
                 unused=unused,
             )
         x_storage = x_RH.untyped_storage().data_ptr()
@@ -266,15 +275,35 @@ class Experts(nn.Module):
                 "expert_fc1" if x.dtype == torch.uint8 or x.untyped_storage().data_ptr() == x_storage else "moe_act"
             ),
         ):
-            options = {**biases, "queue": self.queue, "activation_fns": self.activation_fns, "unused": unused}
             if self.quantized is not None:
-                # pages hold rows
-                options["saves_quantized"] = self.activations.stash is None
-                options["grouped"] = self.gemms
-                return quantized_expert_mlp(*inputs, self.activation, tuple(self.quantized), **options)
-            options |= {"allow_grouped": self.allow_grouped, "gemms": self.gemms}
-            options["add_weight_grad"] = self.add_weight_grad
-            return expert_mlp(*inputs, self.activation, **options)
+                w1_eGH, w2_eHF, b1_eG, b2_eH = weights
+                return quantized_expert_mlp(
+                    x_RH,
+                    probs_R,
+                    w1_eGH,
+                    w2_eHF,
+                    tokens_per_expert_e,
+                    self.activation,
+                    self._quantized_gemms(self.quantized),
+                    b1_eG=b1_eG,
+                    b2_eH=b2_eH,
+                    queue=self.queue,
+                    activation_fns=self.kernels.activation,
+                    unused=unused,
+                    saves_quantized=self.activations.stash is None,  # pages hold rows
+                    grouped=self.kernels.gemms,
+                )
+            return expert_mlp(
+                x_RH,
+                probs_R,
+                weights,
+                tokens_per_expert_e,
+                self.activation,
+                kernels=self.kernels,
+                allow_grouped=self.allow_grouped,
+                queue=self.queue,
+                unused=unused,
+            )
 
     def _fc2_bias(self, bias_eH: Tensor | None) -> Tensor | None:
         """Return fc2's bias on the first rank of etp, zeros with a zero gradient on the others."""
@@ -298,7 +327,7 @@ class SharedExperts(MLP):
     ):
         super().__init__(
             model,
-            moe.moe_shared_expert_intermediate_size,
+            moe.moe_shared_expert_intermediate_size or 0,
             name=name,
             group=ps.tp,
             factory=factory,

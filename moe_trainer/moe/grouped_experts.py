@@ -19,10 +19,20 @@ from torch import Tensor
 from moe_trainer.memory.activations import ActivationPolicy
 from moe_trainer.memory.host_read import integer_tensor
 from moe_trainer.moe.receive.padding import TokenPadding
-from moe_trainer.ops.expert_mlp import ActivationFns
+from moe_trainer.ops.expert_mlp import ActivationFns, ExpertWeights
 from moe_trainer.ops.grouped_gemm import check_token_counts
 
-GroupedLinear = Callable[[Tensor, Tensor, Sequence[int]], Tensor]
+
+class GroupedLinear(Protocol):
+    """One linear of all experts, by a library (layers/te_experts.py) or with adapters (expert_lora.py).
+
+    Attributes:
+        pad_multiple: of each expert's tokens.
+    """
+
+    pad_multiple: int
+
+    def __call__(self, x_RK: Tensor, weight_eNK: Tensor, counts: Sequence[int], /) -> Tensor: ...
 
 
 class ExpertPipeline(Protocol):
@@ -34,7 +44,7 @@ class ExpertPipeline(Protocol):
     def __call__(
         self,
         x_PH: Tensor,
-        probs_P: Tensor,
+        probs_P: Tensor | None,
         w1_eGH: Tensor,
         w2_eHF: Tensor,
         counts: Sequence[int] | Tensor,
@@ -59,27 +69,29 @@ class _ActivationTimesProb(torch.autograd.Function):
 def grouped_expert_mlp(
     x_RH: Tensor,
     probs_R: Tensor | None,
-    w1_eGH: Tensor,
-    w2_eHF: Tensor,
-    counts: Sequence[int],
+    weights: ExpertWeights,
+    counts: Sequence[int] | Tensor,
     linears: tuple[GroupedLinear, GroupedLinear],
     activation_fns: ActivationFns,
     activations: ActivationPolicy,
     *,
-    pad_multiple: int = 1,
-    b1_eG: Tensor | None = None,
-    b2_eH: Tensor | None = None,
     unused: int = 0,
 ) -> Tensor:
     """Run every expert on its tokens, of which there must be at least one in all; see expert_mlp.expert_mlp.
 
-    The linears are fc1 and fc2, functions of (tokens, weights, tokens per expert) with counts in multiples of
-    pad_multiple.
+    Args:
+        linears: fc1 and fc2, with the same pad_multiple.
+
+    Raises:
+        ValueError: if the counts do not add up to R, or are on the device.
     """
+    if isinstance(counts, Tensor):
+        raise ValueError("grouped_expert_mlp: it needs counts on the host")
     num_tokens = x_RH.shape[0] - unused
     check_token_counts("grouped_expert_mlp", counts, num_tokens)
     fc1, fc2 = linears
-    padding = TokenPadding(counts, pad_multiple, x_RH.device)
+    w1_eGH, w2_eHF, b1_eG, b2_eH = weights
+    padding = TokenPadding(counts, fc1.pad_multiple, x_RH.device)
     probs_R = None if probs_R is None else probs_R[:num_tokens]
     probs_P = None if probs_R is None else padding.pad(probs_R)
     with activations.offload_scope("expert_fc1"):
@@ -102,7 +114,7 @@ def grouped_expert_mlp(
 def pipeline_expert_mlp(
     pipeline: ExpertPipeline,
     x_RH: Tensor,
-    probs_R: Tensor,
+    probs_R: Tensor | None,
     weights: tuple[Tensor, Tensor],
     counts: Sequence[int] | Tensor,
     activations: ActivationPolicy,
@@ -120,7 +132,7 @@ def pipeline_expert_mlp(
         return pipeline(x_RH, probs_R, *weights, counts, stash_scope=stash_scope)
     num_tokens = x_RH.shape[0] - unused
     padding = TokenPadding(counts, pipeline.pad_multiple, x_RH.device)
-    x_PH, probs_P = padding.pad(x_RH[:num_tokens]), padding.pad(probs_R[:num_tokens])
+    x_PH, probs_P = padding.pad(x_RH[:num_tokens]), None if probs_R is None else padding.pad(probs_R[:num_tokens])
     y_RH = padding.unpad(pipeline(x_PH, probs_P, *weights, padding.counts, stash_scope=stash_scope))
     return F.pad(y_RH, (0, 0, 0, unused)) if unused else y_RH
 

@@ -102,18 +102,7 @@ class MoELayer(nn.Module):
             activations=factory.activations,
         )
         quantization = factory.precision if moe.moe_router_padding_for_quantization else None
-        self.experts = Experts(
-            model,
-            moe,
-            ps,
-            f"{name}.experts",
-            queue=factory.queue,
-            activations=factory.activations,
-            quantize=factory.quantize,
-            kernels=factory.kernels,
-            grouped_linear=factory.grouped_linear,
-            expert_mlp=factory.expert_mlp,
-        )
+        self.experts = Experts(model, moe, ps, f"{name}.experts", factory)
         self.padding_multiple = 1
         if quantization is not None:
             multiple = 1 if self.experts.pipeline is None else self.experts.pad_multiple

@@ -10,7 +10,7 @@ Logits are in the activation dtype or --moe-router-dtype, as in Megatron-Core si
 Shape letters: S sequence, B microbatch, H hidden, T tokens (= S*B, token s*B + b), E experts, K top-k.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ from moe_trainer.layers.dropout import rng_context
 from moe_trainer.layers.init import hidden_init, make_parameter
 from moe_trainer.layers.pass_inputs import PLAIN_PASS, PassInputs
 from moe_trainer.memory.activations import ActivationPolicy
-from moe_trainer.moe.balancing import LOSS_NAMES, attach_gradient, balancing_losses, loss_coefficients
+from moe_trainer.moe.balancing import LOSS_NAMES, LossSettings, attach_gradient, balancing_losses, loss_coefficients
 from moe_trainer.moe.receive.capacity import drop_beyond_capacity, expert_capacity
 from moe_trainer.moe.selections.build import build_selection
 from moe_trainer.moe.selections.selection import Choice, FusedTopK, RoutingInputs, SelectionContext
@@ -91,6 +91,16 @@ class TopKRouter(nn.Module):
             losses count what the router would choose, as in Megatron-Core. None: the router chooses all.
     """
 
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    expert_bias: Tensor | None
+    local_tokens_per_expert: Tensor
+    global_tokens_per_expert: Tensor
+    ga_steps: Tensor
+    tokens_per_expert: Tensor | None
+    loss_sums: Tensor
+    dropped: Tensor
+
     def __init__(
         self,
         model: ModelArgs,
@@ -108,15 +118,17 @@ class TopKRouter(nn.Module):
         self.activations = activations or ActivationPolicy()
         self.stream = stream
         self.moe, self.ps, self.name, self.layer_number = moe, ps, name, layer_number
-        self.num_experts, self.topk = moe.num_experts, moe.moe_router_topk
+        self.num_experts, self.topk = moe.num_experts or 0, moe.moe_router_topk
         context = SelectionContext(moe, name, layer_number, ps, self.activations.cached_for_recompute)
         self.selection = build_selection(context)
-        self.dtype = dict(ROUTER_DTYPES).get(moe.moe_router_dtype)
+        self.dtype = dict(ROUTER_DTYPES).get(moe.moe_router_dtype or "")
         # the passes of a repeated layer of multi-token prediction share the losses of one
         is_repeated = model.mtp_use_repeated_layer and layer_number > model.num_layers
         self.num_passes = max(model.num_mtp_depths, 1) if is_repeated else 1
-        self.coefficients = {name: coeff / self.num_passes for name, coeff in loss_coefficients(moe).items()}
-        self.per_token_loss = per_token_loss
+        coefficients = {name: coeff / self.num_passes for name, coeff in loss_coefficients(moe).items()}
+        self.loss_settings = LossSettings(
+            self.topk, moe.moe_router_score_function, coefficients, moe.moe_z_loss_coeff, per_token_loss
+        )
         self.recorder: list | None = None
         self.given_TK: Tensor | None = None
         self.balancing: Balancing | None = None
@@ -131,6 +143,11 @@ class TopKRouter(nn.Module):
             else None
         )
         self._make_buffers()
+
+    @property
+    def coefficients(self) -> Mapping[str, float]:
+        """Coefficients of the balancing losses, by name."""
+        return self.loss_settings.coefficients
 
     def use_kernels(self, fused_topk: FusedTopK | None, balancing: Balancing | None) -> None:
         """Use kernels for selection and balancing losses, None for plain torch; see dispatch/select.py."""
@@ -219,11 +236,12 @@ class TopKRouter(nn.Module):
         if self.tokens_per_expert is not None and active and not self.activations.is_recomputing:
             self.tokens_per_expert += _counted(routing_TE, valid).sum(0)
         chosen_TE = routing_TE
-        if self._drops_tokens:
+        factor = self.moe.moe_expert_capacity_factor
+        if factor is not None and factor >= 0:
             if valid is not None:  # padding takes no capacity from tokens
                 valid_T1 = valid.mask_T.unsqueeze(1)
                 probs_TE, routing_TE = probs_TE * valid_T1, routing_TE & valid_T1
-            probs_TE, routing_TE = self._drop_tokens(probs_TE, routing_TE)
+            probs_TE, routing_TE = self._drop_tokens(probs_TE, routing_TE, factor)
         if not self.activations.is_recomputing:
             if self.expert_bias is not None and active:
                 # padded to capacity, all experts have equally many tokens, which says nothing about the choice
@@ -246,7 +264,7 @@ class TopKRouter(nn.Module):
         return logits_TE if self.bias is None else logits_TE + self.bias.to(logits_TE.dtype)
 
     def _draw_bias(self) -> Tensor:
-        spread = abs(self.moe.moe_router_force_biased)
+        spread = abs(self.moe.moe_router_force_biased or 0.0)
         return torch.empty(self.num_experts, device="cpu").normal_(0.0, spread, generator=self.bias_stream)
 
     def _apply_forced_routing(self, logits_TE: Tensor, forced_TE: Tensor | None) -> Tensor:
@@ -268,19 +286,14 @@ class TopKRouter(nn.Module):
         self, logits_TE: Tensor, shape: torch.Size, choice: Choice | None, valid: ValidTokens | None = None
     ) -> Tensor:
         """Accumulate the losses and return their gradient; `choice` is that of `preselect`."""
-        moe = self.moe
         running = None
         if self.coefficients["global_load_balancing_loss"]:
             running = (self.global_tokens_per_expert, self.ga_steps)
         kernels = self.balancing if valid is None and not self.selection.has_own_counts else None
         losses = balancing_losses(
             logits_TE,
+            self.loss_settings,
             num_sequences=shape[1],
-            topk=self.topk,
-            score_function=moe.moe_router_score_function,
-            coefficients=self.coefficients,
-            z_loss_coeff=moe.moe_z_loss_coeff,
-            per_token_loss=self.per_token_loss,
             running=running,
             ps=self.ps,
             chosen_TE=self.selection.counted(logits_TE, choice) if kernels is None else None,
@@ -290,14 +303,9 @@ class TopKRouter(nn.Module):
         self.loss_sums.add_(losses.values, alpha=1 / self.num_passes)
         return losses.grad_TE
 
-    @property
-    def _drops_tokens(self) -> bool:
-        factor = self.moe.moe_expert_capacity_factor
-        return factor is not None and factor >= 0
-
-    def _drop_tokens(self, probs_TE: Tensor, routing_TE: Tensor) -> tuple[Tensor, Tensor]:
+    def _drop_tokens(self, probs_TE: Tensor, routing_TE: Tensor, factor: float) -> tuple[Tensor, Tensor]:
         moe = self.moe
-        capacity = expert_capacity(routing_TE.shape[0], self.topk, self.num_experts, moe.moe_expert_capacity_factor)
+        capacity = expert_capacity(routing_TE.shape[0], self.topk, self.num_experts, factor)
         probs_TE, remaining_TE = drop_beyond_capacity(
             probs_TE,
             routing_TE,

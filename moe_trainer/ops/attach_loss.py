@@ -1,13 +1,14 @@
 """Give an auxiliary loss its gradient without carrying the loss to the end of the model."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 
-class Balancing(NamedTuple):
+@dataclass(frozen=True)
+class Balancing:
     """Kernels of the balancing losses and of attaching their gradient: see ops/triton_router.py."""
 
     count: Callable[..., tuple[Tensor, Tensor, Tensor]]

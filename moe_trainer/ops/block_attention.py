@@ -162,12 +162,15 @@ class BlockMask:
 
     def clip(self, queries: PositionRange, keys: PositionRange) -> PositionRange | None:
         """Return the keys that some of the queries may see, or None."""
-        start = keys.start if self.left < 0 else max(keys.start, queries.start - self.left)
+        start, stop = max(keys.start, self.first_key(queries)), min(keys.stop, queries.stop)
+        return PositionRange(start, stop) if start < stop else None
+
+    def first_key(self, queries: PositionRange) -> int:
+        """Return the first key that some of the queries may see."""
+        start = 0 if self.left < 0 else max(0, queries.start - self.left)
         if self.documents is not None:
             start = max(start, self.documents.earliest[queries.start])
-        start = max(start, self._chunk_start(queries.start))
-        stop = min(keys.stop, queries.stop)
-        return PositionRange(start, stop) if start < stop else None
+        return max(start, self._chunk_start(queries.start))
 
     def split(self, queries: PositionRange) -> list[PositionRange]:
         """Split queries at boundaries of documents or chunks if these are long, so that each block needs no mask."""

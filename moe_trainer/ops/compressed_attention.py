@@ -7,6 +7,8 @@ Shapes: S positions, B sequences, N heads, D channels, R tokens of a pooled key,
 block of queries.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -99,14 +101,11 @@ class _CompressedAttention(torch.autograd.Function):
     """Attention block by block; backward computes each block again, so that no scores are saved."""
 
     @staticmethod
-    def forward(ctx, q_SBND, kv_SBD, pooled_TBD, sink_N, selected_SBT, scale, window, ratio, block):
+    def forward(ctx, q_SBND, kv_SBD, pooled_TBD, sink_N, selected_SBT, scale: float, blocks: Sequence[_Block]):
         ctx.save_for_backward(q_SBND, kv_SBD, pooled_TBD, sink_N, selected_SBT)
-        ctx.scale = scale
-        ctx.blocks = [
-            _Block(first, block, len(q_SBND), window, ratio, len(pooled_TBD)) for first in range(0, len(q_SBND), block)
-        ]
+        ctx.scale, ctx.blocks = scale, blocks
         out = torch.empty_like(q_SBND)
-        for each in ctx.blocks:
+        for each in blocks:
             keys = torch.cat([kv_SBD[each.near], pooled_TBD[each.pooled]])
             mask = each.mask(selected_SBT, q_SBND.device)
             out[each.queries] = _attend(q_SBND[each.queries], keys, sink_N, scale, mask)
@@ -122,15 +121,15 @@ class _CompressedAttention(torch.autograd.Function):
         for each in ctx.blocks:
             inputs = (q_SBND[each.queries], torch.cat([kv_SBD[each.near], pooled_TBD[each.pooled]]), sink_N)
             with torch.enable_grad():
-                leaves = [x.detach().requires_grad_() for x in inputs]
-                out = _attend(*leaves, ctx.scale, each.mask(selected_SBT, q_SBND.device))
-            of_q, of_keys, of_sink = torch.autograd.grad(out, leaves, grad_SBND[each.queries])
+                q, keys, sink = (x.detach().requires_grad_() for x in inputs)
+                out = _attend(q, keys, sink, ctx.scale, each.mask(selected_SBT, q_SBND.device))
+            of_q, of_keys, of_sink = torch.autograd.grad(out, (q, keys, sink), grad_SBND[each.queries])
             grad_q[each.queries] = of_q
             num_near = each.near.stop - each.near.start
             grad_kv[each.near] += of_keys[:num_near]
             grad_pooled[each.pooled] += of_keys[num_near:]
             grad_sink += of_sink
-        return grad_q, grad_kv.to(kv_SBD.dtype), grad_pooled.to(pooled_TBD.dtype), grad_sink, *(None,) * 5
+        return grad_q, grad_kv.to(kv_SBD.dtype), grad_pooled.to(pooled_TBD.dtype), grad_sink, None, None, None
 
 
 def compressed_attention(
@@ -154,6 +153,6 @@ def compressed_attention(
         ratio: tokens of a pooled key.
         block: queries that are computed together; the window's length, or 128 if that is more, by default.
     """
-    return _CompressedAttention.apply(
-        q_SBND, kv_SBD, pooled_TBD, sink_N, selected_SBT, scale, window, ratio, block or max(window, 128)
-    )
+    block, length = block or max(window, 128), len(q_SBND)
+    blocks = [_Block(first, block, length, window, ratio, len(pooled_TBD)) for first in range(0, length, block)]
+    return _CompressedAttention.apply(q_SBND, kv_SBD, pooled_TBD, sink_N, selected_SBT, scale, blocks)

@@ -23,9 +23,10 @@ BLOCK_NUMEL = 1 << 18  # fp32 elements widened at a time: 1 MB, a core's L2
 FP16_GAIN = 2.0**15  # fp16 stores probabilities times this, to keep the small ones; bf16 and fp32 have the range
 
 
-def _row_blocks(rows: int, columns: int, device: torch.device) -> list[tuple[int, int]]:
+def _row_blocks(table_TV: Tensor) -> list[tuple[int, int]]:
     """Return row ranges of about BLOCK_NUMEL elements, 64 times that on accelerators, where launches dominate."""
-    numel = BLOCK_NUMEL if device.type == "cpu" else 64 * BLOCK_NUMEL
+    rows, columns = table_TV.shape
+    numel = BLOCK_NUMEL if table_TV.device.type == "cpu" else 64 * BLOCK_NUMEL
     step = max(1, numel // columns)
     return [(start, min(start + step, rows)) for start in range(0, rows, step)]
 
@@ -41,7 +42,7 @@ def softmax_in_place(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tenso
     wide = torch.promote_types(logits_TV.dtype, torch.float32)
     log_sum_exp_T = torch.empty(logits_TV.shape[0], dtype=wide, device=logits_TV.device)
     target_T = torch.empty_like(log_sum_exp_T)
-    for start, stop in _row_blocks(*logits_TV.shape, logits_TV.device):
+    for start, stop in _row_blocks(logits_TV):
         kept = logits_TV[start:stop]
         logits = kept.to(wide)
         probs = torch.softmax(logits, dim=1)
@@ -62,7 +63,7 @@ def gradient_in_place(
         mine_T: bool, tokens whose label is among these columns; None for all.
     """
     factor_T1 = (factor_T / FP16_GAIN if probs_TV.dtype == torch.float16 else factor_T).unsqueeze(1)
-    for start, stop in _row_blocks(*probs_TV.shape, probs_TV.device):
+    for start, stop in _row_blocks(probs_TV):
         block = probs_TV[start:stop]
         if block.dtype == factor_T1.dtype:
             block.mul_(factor_T1[start:stop])
@@ -169,7 +170,7 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
             probs_TV = gemms.output(x_TH[here], weight_VH)
             log_sum_exp_T, target_T = kernels.softmax(probs_TV, labels_T[here])
             torch.sub(log_sum_exp_T, target_T, out=loss_T[here])
-            if with_grads:
+            if grads is not None:
                 weights = weights_T[here]
                 kernels.gradient(probs_TV, labels_T[here], weights, torch.expm1(-loss_T[here]).mul_(weights))
                 grads.add(here, x_TH[here], probs_TV)
@@ -236,8 +237,9 @@ def linear_cross_entropy(
     x_TH, labels_T = x.reshape(-1, x.shape[-1]), labels.reshape(-1)
     step = len(x_TH)
     if weights is not None and gemms.quantized is None:
-        step = tokens_per_chunk(step, *weight_VH.shape, weight_VH.dtype, x.device, gemms.logit_dtype(weight_VH))
-    if step < len(x_TH):
+        vocabulary, hidden = weight_VH.shape
+        step = tokens_per_chunk(step, vocabulary, hidden, weight_VH.dtype, x.device, gemms.logit_dtype(weight_VH))
+    if weights is not None and step < len(x_TH):
         loss_T = _ChunkedLinearCrossEntropy.apply(
             x_TH, weight_VH, labels_T, weights.reshape(-1), step, needs_grad(x, weight_VH), kernels, gemms
         )

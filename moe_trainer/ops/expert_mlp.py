@@ -28,7 +28,7 @@ from moe_trainer.ops.grouped_gemm import (
     prefer_grouped,
     token_offsets,
 )
-from moe_trainer.ops.main_grad import add_to_main_grad, get_main_grad_sum, gradient_dtype
+from moe_trainer.ops.main_grad import MainGradSum, add_to_main_grad, get_main_grad_sum, gradient_dtype
 from moe_trainer.ops.pointwise import Activation
 
 BLOCK_TOKENS = 256  # of an elementwise block in the grouped form on CPU
@@ -118,13 +118,26 @@ def get_activation_fns(activation: Activation) -> ActivationFns:
 
 
 @dataclass(frozen=True)
-class _ExpertMLPOptions:
-    """What one call computes with besides tensors.
+class _LoopOptions:
+    """What a loop over the experts computes with besides tensors.
+
+    Attributes:
+        counts: tokens per expert.
+        queue: takes weight gradients.
+    """
+
+    counts: tuple[int, ...]
+    activation: ActivationFns
+    queue: Any
+
+
+@dataclass(frozen=True)
+class _GroupedOptions:
+    """What grouped GEMMs of all experts compute with besides tensors.
 
     Attributes:
         counts: tokens per expert, on the host or the device.
         num_used: tokens that experts may have, as far as the host knows; those after them are unused.
-        gemms: of all experts in one call; None for a loop over the experts.
         queue: takes weight gradients.
         add_weight_grad: the kernel of GroupedWeightGrad.
     """
@@ -132,22 +145,47 @@ class _ExpertMLPOptions:
     counts: tuple[int, ...] | Tensor
     num_used: int
     activation: ActivationFns
-    gemms: GroupedGemms | None
+    gemms: GroupedGemms
     queue: Any
     add_weight_grad: Callable[..., None] | None
 
     @property
-    def has_host_counts(self) -> bool:
-        return not isinstance(self.counts, Tensor)
+    def host_counts(self) -> tuple[int, ...] | None:
+        return None if isinstance(self.counts, Tensor) else self.counts
+
+
+class ExpertWeights(NamedTuple):
+    """Stacked weights and biases of fc1 and fc2 of all local experts."""
+
+    w1_eGH: Tensor
+    w2_eHF: Tensor
+    b1_eG: Tensor | None = None
+    b2_eH: Tensor | None = None
+
+
+class ExpertMLPKernels(NamedTuple):
+    """Kernels of the experts' MLP; None for those of torch.
+
+    Attributes:
+        gemms: grouped GEMMs for any size.
+        add_weight_grad: adds weight gradients of all experts to fp32 sums (the kernel of GroupedWeightGrad).
+    """
+
+    activation: ActivationFns | None = None
+    gemms: GroupedGemms | None = None
+    add_weight_grad: Callable[..., None] | None = None
+
+
+TORCH_MLP_KERNELS = ExpertMLPKernels()
 
 
 class _ExpertMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_RH, probs_R, w1, b1, w2, b2, options: _ExpertMLPOptions):
+    def forward(ctx, x_RH, probs_R, w1, b1, w2, b2, options: _LoopOptions | _GroupedOptions):
         p_R = None if probs_R is None else probs_R.contiguous()
         ctx.options, ctx.offsets, ctx.has_b1 = options, None, b1 is not None
         ctx.owners = grad_owner(w1), grad_owner(w2)
-        if options.gemms is None:
+        if isinstance(options, _LoopOptions):
             h_RG, y_RH = _forward_loop(x_RH, p_R, w1, b1, w2, b2, options)
         else:
             ctx.offsets = token_offsets(options.counts, x_RH.device)
@@ -157,7 +195,7 @@ class _ExpertMLP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_RH):
-        run = _backward_loop if ctx.options.gemms is None else _backward_grouped
+        run = _backward_loop if isinstance(ctx.options, _LoopOptions) else _backward_grouped
         grad_x, grad_p, grad_w1, grad_b1, grad_w2, grad_b2 = run(ctx, grad_RH.contiguous(), *ctx.saved_tensors)
         grad_w1, grad_w2 = (
             compute_or_defer(ctx.options.queue, owner, grad) for owner, grad in zip(ctx.owners, (grad_w1, grad_w2))
@@ -198,15 +236,22 @@ def compute_or_defer(
         return None
     if not _defers(queue):
         return _add_or_return(owner, grad)
-    parameter, compute = owner, grad
-    if isinstance(owner, WeightOwner):
-        parameter, compute = owner.parameter, lambda: owner.convert(grad())
     # outside backward gradients would be recorded
-    queue.defer(parameter, torch.no_grad()(lambda: _add_or_return(parameter, compute)))
+    if isinstance(owner, WeightOwner):
+        queue.defer(owner.parameter, torch.no_grad()(lambda: _add_converted(owner, grad)))
+    else:
+        queue.defer(owner, torch.no_grad()(lambda: _add_or_return(owner, grad)))
     return None
 
 
+def _add_converted(owner: WeightOwner, grad: Callable[[], Tensor | None]) -> Tensor | None:
+    computed = grad()
+    return None if computed is None else add_to_main_grad(owner.parameter, owner.convert(computed))
+
+
 def _add_or_return(owner: Tensor | WeightOwner, grad: Callable[[], Tensor | None]) -> Tensor | None:
+    if isinstance(owner, WeightOwner):
+        return grad()  # autograd converts it
     if not isinstance(grad, GroupedWeightGrad):
         computed = grad()
         return None if computed is None else add_to_main_grad(owner, computed)
@@ -218,7 +263,14 @@ def _add_or_return(owner: Tensor | WeightOwner, grad: Callable[[], Tensor | None
 
 
 class _StackGrad:
-    """Gradient of a stacked weight, computed expert by expert: on `add`, or all when called."""
+    """Gradient of a stacked weight, computed expert by expert: on `add`, or all when called.
+
+    Attributes:
+        total: the main gradient, if that takes it; else grad_eNK does.
+    """
+
+    total: MainGradSum | None
+    grad_eNK: Tensor  # noqa: N815 - has the shape of the weight
 
     def __init__(self, weight_eNK: Tensor, experts: Sequence[int], owner: Tensor | WeightOwner, later: bool):
         """Allocate the gradient, unless it is added to the main gradient.
@@ -227,7 +279,7 @@ class _StackGrad:
             experts: those with tokens.
             later: store the operands and compute when called.
         """
-        self.later, self.owner, self.total, self.grad_eNK = later, owner, None, None
+        self.later, self.owner = later, owner
         self.none, self.shape = weight_eNK.new_empty(0), weight_eNK.shape  # not the weight, which may be dropped
         self.others = set(range(len(weight_eNK))).difference(experts)
         self.pieces: list[tuple[int, Tensor, Tensor]] = []
@@ -235,7 +287,8 @@ class _StackGrad:
             self._open()
 
     def _open(self) -> None:
-        self.total = get_main_grad_sum(self.owner, self.none)
+        # autograd converts the gradient of a weight that is made of a parameter
+        self.total = None if isinstance(self.owner, WeightOwner) else get_main_grad_sum(self.owner, self.none)
         if self.total is None:
             self.grad_eNK = self.none.new_zeros(self.shape) if self.others else self.none.new_empty(self.shape)
         else:
@@ -257,7 +310,7 @@ class _StackGrad:
             for piece in self.pieces:
                 self.add(*piece)
             self.pieces.clear()
-        return self.grad_eNK
+        return self.grad_eNK if self.total is None else None
 
 
 def _linear(x: Tensor, w_t: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
@@ -273,7 +326,7 @@ def _window(x: Tensor, start: int, stop: int, size: int) -> Tensor:
     return padded
 
 
-def _forward_loop(x_RH, p_R, w1, b1, w2, b2, options: _ExpertMLPOptions):
+def _forward_loop(x_RH, p_R, w1, b1, w2, b2, options: _LoopOptions):
     ranges = expert_ranges(options.counts, x_RH)
     slack = max((start + size for _, start, _, size in ranges), default=0)
     # an expert's surplus tokens overwrite the start of the next one's, which come later and are written then
@@ -292,7 +345,8 @@ def _forward_loop(x_RH, p_R, w1, b1, w2, b2, options: _ExpertMLPOptions):
 
 def _backward_loop(ctx, grad_RH, x_RH, p_R, h_RG, w1, w2, b2):
     needs_x, needs_w = ctx.needs_input_grad[0], ctx.needs_input_grad[2] or ctx.needs_input_grad[4]
-    options, ranges = ctx.options, expert_ranges(ctx.options.counts, x_RH)
+    options: _LoopOptions = ctx.options
+    ranges = expert_ranges(options.counts, x_RH)
     grad_x = x_RH.new_empty(h_RG.shape[0], x_RH.shape[1]) if needs_x else None
     grad_p = None if p_R is None else torch.empty_like(p_R)
     grad_w1 = grad_w2 = None
@@ -308,17 +362,17 @@ def _backward_loop(ctx, grad_RH, x_RH, p_R, h_RG, w1, w2, b2):
         if size > count:  # surplus tokens must add nothing to the weights' gradients
             a[count:].zero_()
             grad_h[count:].zero_()
-        if needs_w:
+        if grad_w1 is not None and grad_w2 is not None:
             grad_w2.add(expert, grad_y, a)
             grad_w1.add(expert, grad_h, _window(x_RH, start, stop, size))
-        if needs_x:
+        if grad_x is not None:
             torch.mm(grad_h, w1[expert], out=grad_x[rows])
         if grad_b1 is not None:
             torch.sum(grad_h, 0, out=grad_b1[expert])
-        if b2 is not None:
+        if grad_b2 is not None:
             used = grad_y[:count]
             grad_b2[expert] = used.sum(0) if p is None else used.t() @ p[:count].to(used.dtype)
-        if p is not None:
+        if grad_p is not None and block_grad_p is not None:
             grad_p[start:stop] = block_grad_p[:count]
             if b2 is not None:
                 grad_p[start:stop] += grad_y[:count] @ b2[expert]
@@ -330,7 +384,7 @@ def _blocks(num_tokens: int, is_cuda: bool) -> list[tuple[int, int]]:
     return [(start, min(start + step, num_tokens)) for start in range(0, num_tokens, step)]
 
 
-def _forward_grouped(x_RH, p_R, w1, b1, w2, b2, options: _ExpertMLPOptions, offsets):
+def _forward_grouped(x_RH, p_R, w1, b1, w2, b2, options: _GroupedOptions, offsets):
     num_used, activation, gemms = options.num_used, options.activation, options.gemms
     h_RG = gemms.forward(x_RH, w1, offsets)
     if b1 is not None:
@@ -349,10 +403,10 @@ def _forward_grouped(x_RH, p_R, w1, b1, w2, b2, options: _ExpertMLPOptions, offs
     return h_RG, y_RH
 
 
-def _bias_per_token(bias_eN: Tensor, offsets_e: Tensor, options: _ExpertMLPOptions) -> Tensor:
+def _bias_per_token(bias_eN: Tensor, offsets_e: Tensor, options: _GroupedOptions) -> Tensor:
     """Return the bias of each used token's expert without synchronizing."""
     num_used = options.num_used
-    if options.has_host_counts:
+    if options.host_counts is not None:
         sizes_e = offsets_e.diff(prepend=offsets_e.new_zeros(1))
         return bias_eN.repeat_interleave(sizes_e, dim=0, output_size=num_used)
     token_R = torch.arange(num_used, dtype=offsets_e.dtype, device=offsets_e.device)  # some may be no expert's
@@ -360,8 +414,9 @@ def _bias_per_token(bias_eN: Tensor, offsets_e: Tensor, options: _ExpertMLPOptio
 
 
 def _backward_grouped(ctx, grad_RH, x_RH, p_R, h_RG, w1, w2, b2):
-    options, offsets = ctx.options, ctx.offsets
-    num_used, activation, gemms = options.num_used, options.activation, options.gemms
+    options: _GroupedOptions = ctx.options
+    offsets, num_used = ctx.offsets, options.num_used
+    activation, gemms = options.activation, options.gemms
     grad_a = gemms.input_grad(grad_RH, w2, offsets)
     blocks = _blocks(num_used, x_RH.is_cuda)
     if blocks == [(0, x_RH.shape[0])]:
@@ -374,11 +429,11 @@ def _backward_grouped(ctx, grad_RH, x_RH, p_R, h_RG, w1, w2, b2):
             a, block_grad_h, block_grad_p = activation.backward(h_RG[start:stop], p, grad_a[start:stop])
             grad_a[start:stop] = a  # from here on the buffer holds a: the block's grad_a has been used
             grad_h[start:stop] = block_grad_h
-            if p is not None:
+            if grad_p is not None and block_grad_p is not None:
                 grad_p[start:stop] = block_grad_p
     grad_w1 = grad_w2 = None
     if ctx.needs_input_grad[2] or ctx.needs_input_grad[4]:
-        how = offsets, options.counts if options.has_host_counts else None, options.add_weight_grad
+        how = offsets, options.host_counts, options.add_weight_grad
         grad_w1 = GroupedWeightGrad(gemms, grad_h, x_RH, *how)
         grad_w2 = GroupedWeightGrad(gemms, grad_RH, grad_a, *how)
     grad_x = gemms.input_grad(grad_h, w1, offsets) if ctx.needs_input_grad[0] else None
@@ -387,17 +442,18 @@ def _backward_grouped(ctx, grad_RH, x_RH, p_R, h_RG, w1, w2, b2):
     if b2 is not None:
         weighed_RH = grad_RH if p_R is None else grad_RH * p_R.unsqueeze(1)
         grad_b2 = _sum_tokens(weighed_RH, options, offsets, x_RH.dtype).to(b2.dtype)
-        if p_R is not None:
+        if grad_p is not None:
             grad_p[:num_used] += (grad_RH[:num_used] * _bias_per_token(b2, offsets, options)).sum(-1)
     return grad_x, grad_p, grad_w1, grad_b1, grad_w2, grad_b2
 
 
-def _sum_tokens(rows_RN: Tensor, options: _ExpertMLPOptions, offsets_e: Tensor, dtype: torch.dtype) -> Tensor:
+def _sum_tokens(rows_RN: Tensor, options: _GroupedOptions, offsets_e: Tensor, dtype: torch.dtype) -> Tensor:
     """Sum each expert's tokens; with counts on the device in `dtype`, that of the GEMMs."""
-    if not options.has_host_counts:
+    counts = options.host_counts
+    if counts is None:
         return options.gemms.sum_tokens(rows_RN.to(dtype), offsets_e)
-    sums = rows_RN.new_zeros(len(options.counts), rows_RN.shape[1])
-    for expert, start, stop, _ in expert_ranges(options.counts):
+    sums = rows_RN.new_zeros(len(counts), rows_RN.shape[1])
+    for expert, start, stop, _ in expert_ranges(counts):
         torch.sum(rows_RN[start:stop], 0, out=sums[expert])
     return sums
 
@@ -415,18 +471,13 @@ def can_read_counts_on_device(w1_eGH: Tensor, w2_eHF: Tensor, gemms: GroupedGemm
 def expert_mlp(
     x_RH: Tensor,
     probs_R: Tensor | None,
-    w1_eGH: Tensor,
-    w2_eHF: Tensor,
+    weights: ExpertWeights,
     counts: Sequence[int] | Tensor,
     activation: Activation,
     *,
-    b1_eG: Tensor | None = None,
-    b2_eH: Tensor | None = None,
+    kernels: ExpertMLPKernels = TORCH_MLP_KERNELS,
     allow_grouped: bool = True,
     queue: Any = None,
-    activation_fns: ActivationFns | None = None,
-    gemms: GroupedGemms | None = None,
-    add_weight_grad: Callable[..., None] | None = None,
     unused: int = 0,
 ) -> Tensor:
     """Run every expert on its tokens: y = p * (act(x @ w1^T + b1) @ w2^T + b2), with p applied before fc2.
@@ -435,26 +486,29 @@ def expert_mlp(
         probs_R: any floating dtype; None for no weighting.
         counts: tokens per expert, zero allowed. A device tensor needs a grouped GEMM (`can_read_counts_on_device`);
             results for tokens beyond those it counts are undefined.
+        kernels: replace the torch versions; their GEMMs have any size if grouping is allowed.
         allow_grouped: use one grouped GEMM where it is faster (grouped_gemm.prefer_grouped).
         queue: takes weight gradients while active in backward: has `active` and `defer(weight, compute)`.
-        activation_fns, gemms: kernels that replace the torch versions; GEMMs for any size if grouping is allowed.
-        add_weight_grad: adds weight gradients of all experts to fp32 sums (the kernel of GroupedWeightGrad).
         unused: number of zero tokens after the last expert's; their results are undefined.
 
     Raises:
         ValueError: if the counts do not add up to R, or are on the device and cannot be read there.
     """
-    num_used = x_RH.shape[0] - unused
+    num_used, gemms = x_RH.shape[0] - unused, kernels.gemms
+    w1_eGH, w2_eHF, b1_eG, b2_eH = weights
+    fns = kernels.activation or get_activation_fns(activation)
+    inputs = x_RH.contiguous(), probs_R, w1_eGH, b1_eG, w2_eHF, b2_eH
     if isinstance(counts, Tensor):
         if not allow_grouped:
             raise ValueError("expert_mlp: counts on the device need a grouped GEMM")
         gemms = gemms or GROUPED_MM
     else:
         check_token_counts("expert_mlp", counts, num_used)
+        counts = tuple(counts)
         prefer = prefer_grouped(num_used, len(counts), x_RH.dtype, x_RH.device)
         if gemms is None and prefer and _aligned(w1_eGH, w2_eHF):
             gemms = GROUPED_MM
-        counts, gemms = tuple(counts), gemms if allow_grouped and num_used > 0 else None
-    activation_fns = activation_fns or get_activation_fns(activation)
-    options = _ExpertMLPOptions(counts, num_used, activation_fns, gemms, queue, add_weight_grad)
-    return _ExpertMLP.apply(x_RH.contiguous(), probs_R, w1_eGH, b1_eG, w2_eHF, b2_eH, options)
+        if gemms is None or not allow_grouped or not num_used:
+            return _ExpertMLP.apply(*inputs, _LoopOptions(counts, fns, queue))
+    options = _GroupedOptions(counts, num_used, fns, gemms, queue, kernels.add_weight_grad)
+    return _ExpertMLP.apply(*inputs, options)

@@ -14,6 +14,7 @@ L positions.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -143,14 +144,13 @@ def delta_rule(
     g: Tensor,
     beta_SBN: Tensor,
     state: Tensor | None = None,
-    ids_BS: Tensor | None = None,
-    previous_B: Tensor | None = None,
+    documents: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Apply the gated delta rule from a state [B, K, N / K, D, E], or an empty one. Differentiable.
 
     Args:
         g: [S, B, N], or [S, B, N, D] of the channels of keys.
-        previous_B: document of the position before the first, for ids_BS.
+        documents: ids_BS of packed documents, and [B], that of the position before the first.
 
     Returns:
         y_SBNE, and the state after the last position.
@@ -170,8 +170,8 @@ def delta_rule(
         scores, system = (q @ k.mT) * pairs, (k @ k.mT) * pairs
     else:
         scores, system = _decayed_products(q, k, total)
-    if ids_BS is not None:
-        borders = ChunkBorders.of(ids_BS, previous_B, pad, size)
+    if documents is not None:
+        borders = ChunkBorders.of(*documents, pad, size)
         scores, system = scores * borders.pairs, system * borders.pairs
         before, after = before * borders.before.unsqueeze(-1), after * borders.after.unsqueeze(-1)
         carried = carried * borders.carried
@@ -180,15 +180,14 @@ def delta_rule(
     )
     values, read_keys = solved.split([v.shape[-1], key_dim], -1)
     q, written = q * before, (k * after).mT
-    outputs = []
     # unbind, not indexing: the gradient of every indexed chunk would have the size of the full tensor
-    for values_m, read_m, q_m, scores_m, written_m, carried_m in zip(
-        *(x.unbind(-3) for x in (values, read_keys, q, scores, written, carried))
-    ):
-        if state is None:
-            outputs.append(scores_m @ values_m)
-            state = written_m @ values_m
-            continue
+    chunks = list(zip(*(x.unbind(-3) for x in (values, read_keys, q, scores, written, carried))))
+    outputs = []
+    if state is None:
+        values_m, _, _, scores_m, written_m, _ = chunks.pop(0)
+        outputs.append(scores_m @ values_m)
+        state = written_m @ values_m
+    for values_m, read_m, q_m, scores_m, written_m, carried_m in chunks:
         corrected = values_m - read_m @ state
         outputs.append(q_m @ state + scores_m @ corrected)
         state = carried_m * state + written_m @ corrected
@@ -196,10 +195,28 @@ def delta_rule(
     return y.flatten(1, 2).permute(2, 0, 1, 3), state
 
 
+class _Inputs(NamedTuple):
+    """Tensors of the gated delta rule; see `gated_delta`."""
+
+    x_SBC: Tensor
+    beta_SBN: Tensor
+    alpha_SBA: Tensor
+    weight_CW: Tensor
+    a_log_N: Tensor
+    dt_bias_A: Tensor
+
+    def segment(self, start: int, halo: int, wide: torch.dtype) -> "_Inputs":
+        """Return the inputs of the segment that starts at a position, in a wide dtype; x starts `halo` before it."""
+        stop = start + CHUNK * SEGMENT
+        own = (self.x_SBC[start - halo : stop], self.beta_SBN[start:stop], self.alpha_SBA[start:stop], *self[3:])
+        return _Inputs(*(x.to(wide) for x in own))
+
+
 def _segment(
-    x_SBC, beta_SBN, alpha_SBA, weight_CW, a_log_N, dt_bias_A, state, heads: Heads, halo: int, ids_BS: Tensor | None
-):
+    inputs: _Inputs, state: Tensor | None, heads: Heads, halo: int, ids_BS: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Return (y, final state) of one segment; x and ids start `halo` positions early, for the convolution."""
+    x_SBC, beta_SBN, alpha_SBA, weight_CW, a_log_N, dt_bias_A = inputs
     x_SBC = causal_convolution(x_SBC, weight_CW, ids_BS)[halo:]
     q, k, v = x_SBC.split(heads.channels, -1)
     steps, rate_N1 = (alpha_SBA + dt_bias_A).unflatten(-1, (heads.values, heads.decays)), a_log_N.exp().unsqueeze(-1)
@@ -208,7 +225,7 @@ def _segment(
     else:
         g = heads.lower_bound * (rate_N1 * steps).sigmoid()
     keys = (heads.keys, heads.key_dim)
-    documents = () if ids_BS is None else (ids_BS[:, halo:], ids_BS[:, max(halo - 1, 0)])
+    documents = None if ids_BS is None else (ids_BS[:, halo:], ids_BS[:, max(halo - 1, 0)])
     return delta_rule(
         q.unflatten(-1, keys),
         k.unflatten(-1, keys),
@@ -216,20 +233,21 @@ def _segment(
         g,
         beta_SBN.sigmoid(),
         state,
-        *documents,
+        documents,
     )
 
 
 class _GatedDelta(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_SBC, beta_SBN, alpha_SBA, weight_CW, a_log_N, dt_bias_A, heads, ids_BS):
-        wide, states, outputs, state = torch.promote_types(x_SBC.dtype, torch.float32), [], [], None
-        tensors = (x_SBC, beta_SBN, alpha_SBA, weight_CW, a_log_N, dt_bias_A)
+        wide, outputs, state = torch.promote_types(x_SBC.dtype, torch.float32), [], None
+        states: list[Tensor] = []
+        tensors = _Inputs(x_SBC, beta_SBN, alpha_SBA, weight_CW, a_log_N, dt_bias_A)
         for start in range(0, x_SBC.shape[0], CHUNK * SEGMENT):
-            if start:
+            if state is not None:
                 states.append(state)
-            inputs, more = _inputs(tensors, start, wide, heads, ids_BS)
-            y, state = _segment(*inputs, state, *more)
+            halo, ids = _halo(start, weight_CW, ids_BS)
+            y, state = _segment(tensors.segment(start, halo, wide), state, heads, halo, ids)
             outputs.append(y.to(x_SBC.dtype))
         ctx.save_for_backward(*tensors, *states)
         ctx.rest = heads, ids_BS, wide
@@ -239,18 +257,18 @@ class _GatedDelta(torch.autograd.Function):
     def backward(ctx, grad_SBNE):
         heads, ids_BS, wide = ctx.rest
         saved = ctx.saved_tensors  # asked for once: a recomputed region gives them once
-        tensors, states = saved[:6], saved[6:]
+        tensors, states = _Inputs(*saved[:6]), saved[6:]
         sums: list[Tensor] = []
         grad_state = None
         for number in reversed(range(len(states) + 1)):
             start = number * CHUNK * SEGMENT
-            inputs, more = _inputs(tensors, start, wide, heads, ids_BS)
-            first = start - more[1]
+            halo, ids = _halo(start, tensors.weight_CW, ids_BS)
+            first = start - halo
             with torch.enable_grad():
-                leaves = [x.detach().requires_grad_() for x in inputs]
+                leaves = [x.detach().requires_grad_() for x in tensors.segment(start, halo, wide)]
                 if number:
                     leaves.append(states[number - 1].detach().requires_grad_())
-                y, after = _segment(*leaves[:6], leaves[6] if number else None, *more)
+                y, after = _segment(_Inputs(*leaves[:6]), leaves[6] if number else None, heads, halo, ids)
             outs = [(y, grad_SBNE[start : start + y.shape[0]].to(wide))] + (
                 [] if grad_state is None else [(after, grad_state)]
             )
@@ -268,15 +286,10 @@ class _GatedDelta(torch.autograd.Function):
         return *(total.to(x.dtype) for total, x in zip(sums, tensors)), None, None
 
 
-def _inputs(
-    tensors: tuple[Tensor, ...], start: int, wide: torch.dtype, heads: Heads, ids_BS: Tensor | None
-) -> tuple[list[Tensor], tuple[Heads, int, Tensor | None]]:
-    """Return the inputs of _segment, without the state."""
-    x_SBC, beta_SBN, alpha_SBA, *params = tensors
-    stop = start + CHUNK * SEGMENT
-    halo = min(params[0].shape[1] - 1, start)
-    own = [x_SBC[start - halo : stop], beta_SBN[start:stop], alpha_SBA[start:stop], *params]
-    return [x.to(wide) for x in own], (heads, halo, None if ids_BS is None else ids_BS[:, start - halo : stop])
+def _halo(start: int, weight_CW: Tensor, ids_BS: Tensor | None) -> tuple[int, Tensor | None]:
+    """Return how many positions the convolution of a segment reads before it, and the segment's ids with theirs."""
+    halo = min(weight_CW.shape[1] - 1, start)
+    return halo, None if ids_BS is None else ids_BS[:, start - halo : start + CHUNK * SEGMENT]
 
 
 @torch.no_grad()
@@ -295,15 +308,21 @@ def continue_gated_delta(
     Args:
         x_SBC: starts W - 1 positions early, with what the convolution reads of earlier positions.
     """
-    halo, wide, outputs = weight_CW.shape[1] - 1, torch.promote_types(x_SBC.dtype, torch.float32), []
-    for start in range(0, beta_SBN.shape[0], CHUNK * SEGMENT):
+    halo, wide = weight_CW.shape[1] - 1, torch.promote_types(x_SBC.dtype, torch.float32)
+
+    def segment(start: int, state: Tensor | None) -> tuple[Tensor, Tensor]:
         stop = start + CHUNK * SEGMENT
         tensors = (x_SBC[start : stop + halo], beta_SBN[start:stop], alpha_SBA[start:stop], weight_CW)
-        inputs = [x.to(wide) for x in (*tensors, a_log_N, dt_bias_A)]
-        y, state = _segment(*inputs, state, heads, halo, None)
-        outputs.append(y.to(x_SBC.dtype))
-    assert state is not None
-    return torch.cat(outputs), state
+        inputs = _Inputs(*(x.to(wide) for x in (*tensors, a_log_N, dt_bias_A)))
+        y, state = _segment(inputs, state, heads, halo, None)
+        return y.to(x_SBC.dtype), state
+
+    y, after = segment(0, state)
+    outputs = [y]
+    for start in range(CHUNK * SEGMENT, beta_SBN.shape[0], CHUNK * SEGMENT):
+        y, after = segment(start, after)
+        outputs.append(y)
+    return torch.cat(outputs), after
 
 
 def gated_delta(

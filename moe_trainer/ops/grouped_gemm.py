@@ -8,6 +8,7 @@ Shape letters: R tokens sorted by expert, e experts, N output width, K input wid
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -109,7 +110,8 @@ class GroupedGemms(NamedTuple):
 GROUPED_MM = GroupedGemms(grouped_forward, grouped_input_grad, grouped_weight_grad)
 
 
-class GroupedWeightGrad(NamedTuple):
+@dataclass(frozen=True)
+class GroupedWeightGrad:
     """The gradient of the weights of all experts, grad_eNK: computed when called, or added to a main gradient.
 
     Attributes:
@@ -133,10 +135,12 @@ class GroupedWeightGrad(NamedTuple):
 
         torch's grouped GEMM writes no fp32, so without the kernel there is a GEMM per expert, which needs the counts.
         """
-        if total.total.dtype == self.x_RK.dtype or self.kernel is None and self.counts is None:
+        if total.total.dtype == self.x_RK.dtype:
             total.add_gradient(self())
         elif self.kernel is not None:
             self.kernel(self.grad_RN, self.x_RK, self.offsets_e, total)
+        elif self.counts is None:
+            total.add_gradient(self())
         else:
             ranges = expert_ranges(self.counts)
             for expert, start, stop, _ in ranges:

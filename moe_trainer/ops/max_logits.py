@@ -51,7 +51,9 @@ def _hidden(
     block_mask: BlockMask, queries: PositionRange, keys: PositionRange, mask: Tensor | None, device: torch.device
 ) -> list[Tensor]:
     """Return bool masks [1 or B, 1, S, K], True = hidden."""
-    hidden_masks = [] if mask is None else [~mask[:, :, queries.start : queries.stop, keys.start : keys.stop]]
+    hidden_masks: list[Tensor | None] = (
+        [] if mask is None else [~mask[:, :, queries.start : queries.stop, keys.start : keys.stop]]
+    )
     if mask is None or block_mask.left >= 0:
         hidden_masks.append(block_mask.hidden(queries, keys, device))
     return [hidden for hidden in hidden_masks if hidden is not None]

@@ -40,7 +40,13 @@ class ValidTokens:
 
     def map_tensors(self, fn: Callable[[Tensor], Tensor]) -> "ValidTokens":
         """Return the same with fn(x) in the place of every tensor x."""
-        return ValidTokens(*(fn(x) if isinstance(x, Tensor) else x for x in vars(self).values()))
+        return replace(
+            self,
+            mask_T=fn(self.mask_T),
+            total=fn(self.total) if isinstance(self.total, Tensor) else self.total,
+            sequence_T=None if self.sequence_T is None else fn(self.sequence_T),
+            lengths_B=None if self.lengths_B is None else fn(self.lengths_B),
+        )
 
 
 @dataclass(frozen=True)

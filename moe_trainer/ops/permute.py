@@ -214,25 +214,24 @@ def topk_to_dense(idx_NK: Tensor, weights_NK: Tensor, num_experts: int) -> tuple
 class Permutation:
     """Permutation into expert order and its inverse, of the functions above; layers/te.py has fused kernels."""
 
-    takes_order = True  # does `permute` take expert_E? Fused kernels sum a token's rows in the order of the columns
+    takes_order = True  # has it `permute_in_order`? Fused kernels sum a token's rows in the order of the columns
 
     def permute(
-        self,
-        x_TH: Tensor,
-        probs_TE: Tensor,
-        routing_TE: Tensor,
-        expert_E: Tensor | None = None,
-        num_rows: int | None = None,
+        self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor, num_rows: int | None = None
     ) -> tuple[Tensor, Tensor, Any]:
         """Return x_RH and probs_R, differentiable, and the input of `unpermute`, which has `counts_E`.
 
         Args:
-            expert_E: the expert of each column, if it is not its number; see sort_by_expert.
             num_rows: R, if known.
         """
         routes = make_permute_map(routing_TE, num_rows)
-        if expert_E is not None:
-            routes = sort_by_expert(routes, expert_E)
+        return permute(x_TH, routes), permute_probs(probs_TE, routes), routes
+
+    def permute_in_order(
+        self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor, expert_E: Tensor, num_rows: int
+    ) -> tuple[Tensor, Tensor, Any]:
+        """Permute where expert_E are the experts of the columns; see sort_by_expert."""
+        routes = sort_by_expert(make_permute_map(routing_TE, num_rows), expert_E)
         return permute(x_TH, routes), permute_probs(probs_TE, routes), routes
 
     def unpermute(self, y_RH: Tensor, routes: Any) -> Tensor:

@@ -104,6 +104,8 @@ class LatentAttentionTarget:
 
     def summed_attention(self, block: QueryBlock, list_BSC: Tensor | None) -> Tensor:
         """See IndexerTarget."""
+        if list_BSC is None:
+            raise ValueError("LatentAttentionTarget: the selected keys must be listed")
         q_SBND = self._q[block.rows]
         probs_TC = attention_of_all_heads(
             q_SBND.flatten(0, 1),
@@ -149,24 +151,27 @@ def select_topk_keys(
     """
     index = IndexerOutput(*(wide(x).transpose(0, 1) for x in index))
     length = index.k_KBF.shape[1]
-    selections, indexer_loss_grads = [], None
+    selections: list[Tensor] = []
+    indexer_loss_grads = None
     if attention_target is not None:
         indexer_loss_grads = _IndexerLossSum(index, attention_target, relu, counted_S)
     for queries, rows in _blocks(runs, _block_rows(index, length, attention_target)):
-        keys = block_mask.clip(queries, PositionRange(0, length))
+        keys = PositionRange(block_mask.first_key(queries), min(queries.stop, length))
         hidden = block_mask.hidden(queries, keys, index.k_KBF.device)
         heads_BSIK = _heads(index, rows, keys, relu)
         scores_BSK = torch.matmul(index.weights_SBI[:, rows].unsqueeze(2), heads_BSIK).squeeze(2)
         if hidden is not None:
             scores_BSK.masked_fill_(hidden[:, 0], float("-inf"))
-        chosen_BSK = None if topk is None else topk_mask(scores_BSK, topk)
-        list_BSC = list_selected_keys(chosen_BSK, topk, keys.start) if listed and chosen_BSK is not None else None
-        if list_BSC is not None:
-            selections.append(list_BSC)
-        elif chosen_BSK is not None:
-            whole = torch.zeros(*scores_BSK.shape[:2], length, dtype=torch.bool, device=scores_BSK.device)
-            whole[:, :, keys.start : keys.stop] = chosen_BSK
-            selections.append(Selection.pack(whole))
+        chosen_BSK = list_BSC = None
+        if topk is not None:
+            chosen_BSK = topk_mask(scores_BSK, topk)
+            if listed:
+                list_BSC = list_selected_keys(chosen_BSK, topk, keys.start)
+                selections.append(list_BSC)
+            else:
+                whole = torch.zeros(*scores_BSK.shape[:2], length, dtype=torch.bool, device=scores_BSK.device)
+                whole[:, :, keys.start : keys.stop] = chosen_BSK
+                selections.append(Selection.pack(whole))
         if indexer_loss_grads is not None:
             indexer_loss_grads.learn(QueryBlock(rows, keys, hidden), heads_BSIK, scores_BSK, chosen_BSK, list_BSC)
     choice = torch.cat(selections, 1) if selections else None

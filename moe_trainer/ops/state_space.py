@@ -11,7 +11,9 @@ groups, N channels of the state, W width of the convolution.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -83,32 +85,50 @@ def scan(
         )
     inside = ((c @ b.mT) * pairs) @ x
     read, written = c * before.unsqueeze(-1), (b * after.unsqueeze(-1)).mT @ x
-    outputs = []
     # unbind, not indexing: the gradient of every indexed chunk would have the size of the full tensor
-    for inside_m, read_m, written_m, carried_m in zip(*(each.unbind(3) for each in (inside, read, written, carried))):
-        outputs.append(inside_m if state is None else inside_m + read_m @ state)
-        state = written_m if state is None else carried_m * state + written_m
-    assert state is not None
+    chunks = list(zip(*(each.unbind(3) for each in (inside, read, written, carried))))
+    outputs = []
+    if state is None:
+        inside_m, _, state, _ = chunks.pop(0)
+        outputs.append(inside_m)
+    for inside_m, read_m, written_m, carried_m in chunks:
+        outputs.append(inside_m + read_m @ state)
+        state = carried_m * state + written_m
     y = torch.stack(outputs, 3).flatten(3, 4)[:, :, :, :length]
     return y.flatten(1, 2).permute(2, 0, 1, 3), state
 
 
+class StateSpaceParams(NamedTuple):
+    """Parameters of the local heads.
+
+    Attributes:
+        weight_CW, bias_C: of the convolution.
+        a_log_H, dt_bias_H, skip_H: of the heads.
+        gain_I: of the norm, which is over the channels of a group.
+    """
+
+    weight_CW: Tensor
+    bias_C: Tensor
+    a_log_H: Tensor
+    dt_bias_H: Tensor
+    skip_H: Tensor
+    gain_I: Tensor
+
+
 def _mix(
-    z_SBI: Tensor,
-    x_SBC: Tensor,
-    dt_SBH: Tensor,
-    weight_CW: Tensor,
-    bias_C: Tensor,
-    a_log_H: Tensor,
-    dt_bias_H: Tensor,
-    skip_H: Tensor,
-    gain_I: Tensor,
+    tensors: Sequence[Tensor],
     sizes: StateSpaceSizes,
     ids_BS: Tensor | None,
     state: Tensor | None = None,
     halo: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Return y_SBI and the state after the last position; x starts `halo` positions early, for the convolution."""
+    """Return y_SBI and the state after the last position.
+
+    Args:
+        tensors: z_SBI, x_SBC, dt_SBH and the parameters; x starts `halo` positions early, for the convolution.
+    """
+    z_SBI, x_SBC, dt_SBH, *params = tensors
+    weight_CW, bias_C, a_log_H, dt_bias_H, skip_H, gain_I = StateSpaceParams(*params)
     x_SBC = causal_convolution(x_SBC, weight_CW, ids_BS, bias_C)[halo:]
     x, b, c = x_SBC.split(sizes.channels, -1)
     x = x.unflatten(-1, (sizes.heads, sizes.head_dim))
@@ -136,7 +156,7 @@ def _step_sizes(raw_SBH: Tensor, low: float, high: float) -> Tensor:
     return steps_SBH.clamp(low, high).masked_fill(raw_SBH == -math.inf, 0.0)
 
 
-def _widen(tensors: tuple[Tensor, ...]) -> list[Tensor]:
+def _widen(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the tensors in fp32, or fp64 if the first is."""
     wide = torch.promote_types(tensors[0].dtype, torch.float32)
     return [each.detach().to(wide) for each in tensors]
@@ -148,14 +168,14 @@ class _StateSpace(torch.autograd.Function):
         *tensors, sizes, ids_BS = inputs
         ctx.save_for_backward(*tensors)
         ctx.rest = sizes, ids_BS
-        return _mix(*_widen(tensors), sizes, ids_BS)[0].to(tensors[0].dtype)
+        return _mix(_widen(tensors), sizes, ids_BS)[0].to(tensors[0].dtype)
 
     @staticmethod
     def backward(ctx, grad_SBI):
         tensors = ctx.saved_tensors
         with torch.enable_grad():
             leaves = [each.requires_grad_() for each in _widen(tensors)]
-            y_SBI, _ = _mix(*leaves, *ctx.rest)
+            y_SBI, _ = _mix(leaves, *ctx.rest)
         grads = torch.autograd.grad(y_SBI, leaves, grad_SBI.to(y_SBI.dtype))
         return *(grad.to(each.dtype) for grad, each in zip(grads, tensors)), None, None
 
@@ -164,12 +184,7 @@ def state_space(
     z_SBI: Tensor,
     x_SBC: Tensor,
     dt_SBH: Tensor,
-    weight_CW: Tensor,
-    bias_C: Tensor,
-    a_log_H: Tensor,
-    dt_bias_H: Tensor,
-    skip_H: Tensor,
-    gain_I: Tensor,
+    params: StateSpaceParams,
     sizes: StateSpaceSizes,
     ids_BS: Tensor | None = None,
 ) -> Tensor:
@@ -179,12 +194,9 @@ def state_space(
         z_SBI: the gate before its SiLU.
         x_SBC: x, b and c before the convolution.
         dt_SBH: step sizes before the softplus.
-        weight_CW, bias_C: of the convolution.
-        a_log_H, dt_bias_H, skip_H: of the heads.
-        gain_I: of the norm, which is over the channels of a group.
         ids_BS: packed documents.
     """
-    return _StateSpace.apply(z_SBI, x_SBC, dt_SBH, weight_CW, bias_C, a_log_H, dt_bias_H, skip_H, gain_I, sizes, ids_BS)
+    return _StateSpace.apply(z_SBI, x_SBC, dt_SBH, *params, sizes, ids_BS)
 
 
 @torch.no_grad()
@@ -192,7 +204,7 @@ def continue_state_space(
     z_SBI: Tensor,
     x_SBC: Tensor,
     dt_SBH: Tensor,
-    params: tuple[Tensor, ...],
+    params: StateSpaceParams,
     sizes: StateSpaceSizes,
     state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -201,8 +213,7 @@ def continue_state_space(
     Args:
         x_SBC: starts W - 1 positions early, with what the convolution reads of earlier positions.
         dt_SBH: minus infinity at padding, which then leaves the state as it is.
-        params: weight_CW to gain_I of state_space.
     """
     wide = _widen((z_SBI, x_SBC, dt_SBH, *params))
-    y_SBI, state = _mix(*wide, sizes, None, state, params[0].shape[1] - 1)
-    return y_SBI.to(z_SBI.dtype), state
+    y_SBI, after = _mix(wide, sizes, None, state, params.weight_CW.shape[1] - 1)
+    return y_SBI.to(z_SBI.dtype), after

@@ -90,15 +90,15 @@ def _gain(dtype: torch.dtype) -> float:
     return FP16_GAIN if dtype == torch.float16 else 1.0
 
 
-def _launch(kernel, logits_TV: Tensor, labels_T: Tensor, num_results: int, *gain: float) -> tuple[Tensor, ...]:
-    """Run a kernel that takes full rows; return what it writes of every token."""
+def _launch(kernel, logits_TV: Tensor, labels_T: Tensor, num_results: int, *gain: float) -> Tensor:
+    """Run a kernel that takes full rows; return what it writes of every token, [results, T]."""
     num_tokens, columns = logits_TV.shape
     results = logits_TV.new_empty(num_results, num_tokens, dtype=torch.promote_types(logits_TV.dtype, torch.float32))
     if num_tokens:
         block, labels_T = block_size(columns, 4096), labels_T.contiguous()
         options = {"BLOCK": block, "num_warps": 4 if block <= 1024 else 8}
         kernel[(num_tokens,)](logits_TV, labels_T, *results, columns, logits_TV.stride(0), *gain, **options)
-    return tuple(results)
+    return results
 
 
 def vocabulary_pieces(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -107,7 +107,8 @@ def vocabulary_pieces(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tens
     Shapes: logits [T, V] with elements of a row side by side; labels int64 in [0, V), any other gives NaN; results [T],
     fp32 or wider.
     """
-    return _launch(pieces_kernel, logits_TV, labels_T, 3)
+    largest_T, total_T, target_T = _launch(pieces_kernel, logits_TV, labels_T, 3).unbind()
+    return largest_T, total_T, target_T
 
 
 def softmax_in_place(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
@@ -115,7 +116,8 @@ def softmax_in_place(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tenso
 
     Shapes: labels int64 in [0, V); both results [T], fp32 or wider. As ops/cross_entropy.py: softmax_in_place.
     """
-    return _launch(softmax_kernel, logits_TV, labels_T, 2, _gain(logits_TV.dtype))
+    log_sum_exp_T, target_T = _launch(softmax_kernel, logits_TV, labels_T, 2, _gain(logits_TV.dtype)).unbind()
+    return log_sum_exp_T, target_T
 
 
 def gradient_in_place(

@@ -676,10 +676,12 @@ def backward(x_SBC: Tensor, gates: Gates, heads: Heads, grad_SBNE: Tensor) -> tu
     """Gradients of x, beta and alpha, and the parts [programs, 2, N] whose sums are those of a_log and dt_bias."""
     launch, gates, grad_SBNE = _Launch(x_SBC.contiguous(), heads), gates.rows(), grad_SBNE.contiguous()
     x, chunks, pairs, positions = launch.x, launch.chunks, launch.pairs, launch.positions
-    results = [launch.empty(*each.shape, dtype=each.dtype) for each in (x_SBC, gates.beta_SBN, gates.alpha_SBN)]
-    results.append(launch.empty(chunks * launch.batch, 2, heads.values, dtype=launch.wide))
+    grad_x, grad_beta, grad_alpha = (
+        launch.empty(*each.shape, dtype=each.dtype) for each in (x_SBC, gates.beta_SBN, gates.alpha_SBN)
+    )
+    results = grad_x, grad_beta, grad_alpha, launch.empty(chunks * launch.batch, 2, heads.values, dtype=launch.wide)
     if not grad_SBNE.numel():
-        return tuple(results)
+        return results
     inverse, grad_scores, grad_products = (launch.empty(pairs, chunks, CHUNK.value, CHUNK.value) for _ in range(3))
     factors, w, u = launch.prepare(gates, inverse)
     states, corrected = launch.states(factors, w, u)
@@ -712,11 +714,11 @@ def backward(x_SBC: Tensor, gates: Gates, heads: Heads, grad_SBNE: Tensor) -> tu
         x,
         factors,
         *of_products,
-        results[0],
+        grad_x,
         positions,
         *launch.numbers,
         **launch.constants,
         **launch.features,
         num_warps=8,
     )
-    return tuple(results)
+    return results

@@ -166,7 +166,8 @@ class _Convolution(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_SBC):
-        return *convolution_backward(*ctx.saved_tensors, ctx.ids_BS, grad_SBC), None
+        x_SBC, weight_CW = ctx.saved_tensors
+        return *convolution_backward(x_SBC, weight_CW, ctx.ids_BS, grad_SBC), None
 
 
 def causal_convolution(x_SBC: Tensor, weight_CW: Tensor, ids_BS: Tensor | None = None) -> Tensor:
@@ -185,12 +186,14 @@ class _GatedDelta(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_SBNE):
-        (x_SBC, weight_CW, *gates), (heads, ids_BS) = ctx.saved_tensors, ctx.rest
+        x_SBC, weight_CW, beta_SBN, alpha_SBN, a_log_N, dt_bias_N = ctx.saved_tensors
+        heads, ids_BS = ctx.rest
+        gates = Gates(beta_SBN, alpha_SBN, a_log_N, dt_bias_N, ids_BS)
         y_SBC = convolution_forward(x_SBC, weight_CW, ids_BS)
-        grad_y, *grads, partial = triton_delta_chunks.backward(y_SBC, Gates(*gates, ids_BS), heads, grad_SBNE)
-        of_rates = sum_partials(partial, torch.empty(partial.shape[1:], dtype=gates[2].dtype, device=partial.device))
+        grad_y, *grads, partial = triton_delta_chunks.backward(y_SBC, gates, heads, grad_SBNE)
+        of_rates = sum_partials(partial, torch.empty(partial.shape[1:], dtype=a_log_N.dtype, device=partial.device))
         grad_x, grad_weight = convolution_backward(x_SBC, weight_CW, ids_BS, grad_y)
-        return grad_x, *grads, grad_weight, of_rates[0], of_rates[1].to(gates[3].dtype), None, None
+        return grad_x, *grads, grad_weight, of_rates[0], of_rates[1].to(dt_bias_N.dtype), None, None
 
 
 def gated_delta(

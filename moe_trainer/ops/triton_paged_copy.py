@@ -93,8 +93,12 @@ def allocate_pages(free_P: Tensor, num_tokens: Tensor, page_size: int, length: i
     return table_M
 
 
-def _as_bytes(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.view(-1).view(torch.uint8)
+def _as_bytes(x: Tensor) -> Tensor:
+    return x.view(-1).view(torch.uint8)
+
+
+def _memory_bytes(memory: PageMemory) -> tuple[Tensor, Tensor | None]:
+    return _as_bytes(memory.device), None if memory.host is None else _as_bytes(memory.host)
 
 
 def _sizes(memory: PageMemory) -> tuple[int, int, int]:
@@ -110,8 +114,7 @@ def copy_to_pages(x: Tensor, memory: PageMemory, table_M: Tensor) -> None:
     x = _as_bytes(x.contiguous())
     copy_out_kernel[(len(table_M), triton.cdiv(page_bytes, BYTES))](
         x,
-        _as_bytes(memory.device),
-        _as_bytes(memory.host),
+        *_memory_bytes(memory),
         table_M,
         num_device,
         num_pages,
@@ -127,8 +130,7 @@ def copy_from_pages(out: Tensor, memory: PageMemory, table_M: Tensor, num_tokens
     size = out.numel() * out.element_size()
     copy_back_kernel[(triton.cdiv(size, page_bytes), triton.cdiv(page_bytes, BYTES))](
         _as_bytes(out),
-        _as_bytes(memory.device),
-        _as_bytes(memory.host),
+        *_memory_bytes(memory),
         table_M,
         num_tokens,
         num_device,

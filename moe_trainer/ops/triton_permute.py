@@ -176,14 +176,12 @@ def make_permute_map(routing_TE: Tensor, num_rows: int | None = None) -> Permute
     earlier_kernel[(triton.cdiv(num_experts, 16),)](
         counts, earlier, counts_E, blocks, num_experts, BLOCKS=64, EXPERTS=16
     )
-    known = num_rows is not None
-    if not known:
-        num_rows = int(counts_E.sum())
-    token_R, cell_R, row_R, offsets_T = (empty(size) for size in (num_rows, num_rows, num_rows, num_tokens + 1))
+    rows = int(counts_E.sum()) if num_rows is None else num_rows
+    token_R, cell_R, row_R, offsets_T = (empty(size) for size in (rows, rows, rows, num_tokens + 1))
     fits = empty(1, dtype=torch.uint8)
-    written, sizes = (offsets_T, token_R, cell_R, row_R, fits), (num_tokens, num_experts, num_rows)
+    written, sizes = (offsets_T, token_R, cell_R, row_R, fits), (num_tokens, num_experts, rows)
     place_kernel[(blocks,)](routing_TE, earlier, counts_E, *written, *sizes, *routing_TE.stride(), **tile)
-    if known:
+    if num_rows is not None:
         torch._assert_async(fits, "make_permute_map: more rows than num_rows")
     return PermuteMap(
         token_R=token_R, cell_R=cell_R, row_R=row_R, offsets_T=offsets_T, counts_E=counts_E, num_tokens=num_tokens

@@ -450,7 +450,8 @@ def count_choices(logits_TE: Tensor, topk: int, score_function: str, num_sequenc
             logits_TE, partial, length, num_experts, K=topk, SCORE=score_function, TOKENS=tokens, EXPERTS=experts
         )
     sum_partials(partial, sums)
-    return Counted(*sums.split([num_experts, num_experts, 1], 1)[:2], sums[:, -1])
+    sums_BE, counts_BE, _ = sums.split([num_experts, num_experts, 1], 1)
+    return Counted(sums_BE, counts_BE, sums[:, -1])
 
 
 def balancing_gradient(

@@ -8,7 +8,7 @@ Shapes: T tokens of all sequences, U those of their keys, N query heads, G key-v
 """
 
 import inspect
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,10 +50,10 @@ def varlen_attention(
     """
     width = v_TGE.shape[2]
     v_TGD = pad_width(v_TGE, q_TND.shape[2])
-    grouped = {}
+    grouped: dict[str, Any] = {}
     if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters:  # torch 2.11 takes fewer key heads without it
         grouped["enable_gqa"] = k_TGD.shape[1] != q_TND.shape[1]
-    out_TND = varlen.varlen_attn(
+    out_TND: Tensor = varlen.varlen_attn(  # type: ignore[assignment]  # a tuple only where return_aux asks for it
         q_TND,
         k_TGD,
         v_TGD,
@@ -80,20 +80,41 @@ class Borders(NamedTuple):
     max_seqlen: int
 
 
-def varlen_block(
-    q_TND: Tensor, k_UGD: Tensor, v_UGE: Tensor, queries: Borders, keys: Borders, scale: float, causal: bool, left: int
-) -> tuple[Tensor, Tensor]:
-    """Attend to a part of the keys of every sequence.
+class KeyBlock(NamedTuple):
+    """A part of the keys of every sequence.
 
-    Args:
-        q_TND: queries.
-        k_UGD: keys.
-        v_UGE: values.
+    Attributes:
         queries: of the sequences.
         keys: of the same sequences.
         scale: of the scores.
         causal: query i sees keys up to i, which are as many as the queries; otherwise all.
         left: with `causal`, how many earlier keys it sees; negative for all.
+    """
+
+    queries: Borders
+    keys: Borders
+    scale: float
+    causal: bool
+    left: int
+
+    def arguments(self) -> tuple[Tensor, Tensor, int, int, float, bool]:
+        """Return what both operators take after their tensors: borders, dropout, and whether the mask is causal."""
+        lengths = self.queries.max_seqlen, self.keys.max_seqlen
+        return self.queries.cu_seqlens, self.keys.cu_seqlens, *lengths, 0.0, self.causal and self.left < 0
+
+    def options(self) -> dict[str, Any]:
+        """Return the options of both operators."""
+        window = {"window_size_left": self.left, "window_size_right": 0} if self.causal and self.left >= 0 else {}
+        return {"scale": self.scale, **window}
+
+
+def varlen_block(q_TND: Tensor, k_UGD: Tensor, v_UGE: Tensor, block: KeyBlock) -> tuple[Tensor, Tensor]:
+    """Attend to a part of the keys of every sequence.
+
+    Args:
+        q_TND: queries.
+        k_UGD: keys of the block.
+        v_UGE: values of the block.
 
     Returns:
         out [T, N, E] in the dtype of v, and its log-sum-exp [N, T], fp32.
@@ -102,15 +123,9 @@ def varlen_block(
         q_TND,
         k_UGD,
         pad_width(v_UGE, q_TND.shape[2]),
-        queries.cu_seqlens,
-        keys.cu_seqlens,
-        queries.max_seqlen,
-        keys.max_seqlen,
-        0.0,
-        causal and left < 0,
+        *block.arguments(),
         False,
-        scale=scale,
-        **_window(causal, left),
+        **block.options(),
     )
     return out_TND[..., : v_UGE.shape[2]], lse_NT
 
@@ -122,11 +137,7 @@ def varlen_block_backward(
     v_UGE: Tensor,
     out_TNE: Tensor,
     lse_NT: Tensor,
-    queries: Borders,
-    keys: Borders,
-    scale: float,
-    causal: bool,
-    left: int,
+    block: KeyBlock,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v of `varlen_block`; `out` and `lse` are those of all keys."""
     width = v_UGE.shape[2]
@@ -139,19 +150,9 @@ def varlen_block_backward(
         v,
         out,
         lse_NT.contiguous(),
-        queries.cu_seqlens,
-        keys.cu_seqlens,
-        queries.max_seqlen,
-        keys.max_seqlen,
-        0.0,
-        causal and left < 0,
+        *block.arguments(),
         no_dropout,
         no_dropout,
-        scale=scale,
-        **_window(causal, left),
+        **block.options(),
     )
     return grad_q, grad_k, grad_v[..., :width]
-
-
-def _window(causal: bool, left: int) -> dict[str, int]:
-    return {"window_size_left": left, "window_size_right": 0} if causal and left >= 0 else {}

@@ -14,6 +14,7 @@ the choice of selections that count it).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -102,14 +103,17 @@ class GlobalBalance:
             self._pending.clear()
         return grad_TE
 
-    def _others(self, logits_TE: Tensor, shape: torch.Size, choice: Choice | None, valid: ValidTokens | None) -> Tensor:
-        router, coefficients = self.router, self.router.coefficients
-        router.coefficients = others = {**coefficients, GLOBAL_LOSS: 0.0}
+    def _others(
+        self, logits_TE: Tensor, shape: torch.Size, choice: Choice | None, valid: ValidTokens | None
+    ) -> Tensor:
+        router, settings = self.router, self.router.loss_settings
+        others = {**settings.coefficients, GLOBAL_LOSS: 0.0}
+        router.loss_settings = replace(settings, coefficients=others)
         try:
             if any(others.values()) or router.moe.moe_z_loss_coeff is not None:
                 return self._other_losses(logits_TE, shape, choice, valid)
         finally:
-            router.coefficients = coefficients
+            router.loss_settings = settings
         return torch.zeros_like(logits_TE, dtype=torch.promote_types(logits_TE.dtype, torch.float32))
 
     def _add_global_loss(self, group: Sequence[tuple[Tensor, Tensor, Tensor | slice]], shares: Sequence[int]) -> None:
@@ -129,7 +133,8 @@ class GlobalBalance:
                 loss = leaf_TE.shape[1] * (frequency_E * self._scores(leaf_TE).sum(0) / tokens).sum()
                 (slope_TE,) = torch.autograd.grad(loss, leaf_TE)
             grad_TE[counted_T] += slope_TE * (
-                router.coefficients[GLOBAL_LOSS] * (tokens * share / ranks if router.per_token_loss else 1)
+                router.coefficients[GLOBAL_LOSS]
+                * (tokens * share / ranks if router.loss_settings.per_token_loss else 1)
             )
             # ranks sum their shares, but the one process averages over as many microbatches
             router.get_buffer("loss_sums")[LOSS_NAMES.index(GLOBAL_LOSS)] += loss.detach() * self._mean_size

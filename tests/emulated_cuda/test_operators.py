@@ -83,7 +83,7 @@ def select_topk(options: dict, logits_TE):
 
 def balancing_gradient(score: str, sequences: bool, logits_TE):
     """The gradient of all losses, as it is attached."""
-    from moe_trainer.moe.balancing import attach_gradient, balancing_losses
+    from moe_trainer.moe.balancing import LossSettings, attach_gradient, balancing_losses
     from moe_trainer.parallel.state import ParallelState
 
     coefficients = {
@@ -93,12 +93,8 @@ def balancing_gradient(score: str, sequences: bool, logits_TE):
     }
     losses = balancing_losses(
         logits_TE.detach(),
+        LossSettings(2, score, coefficients, 1.0),
         num_sequences=2,
-        topk=2,
-        score_function=score,
-        coefficients=coefficients,
-        z_loss_coeff=1.0,
-        per_token_loss=False,
         running=None,
         ps=ParallelState.single(),
     )

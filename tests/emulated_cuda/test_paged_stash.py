@@ -1,5 +1,7 @@
 """The paged stash on an emulated device: races of its stream, waits of the host, and graphs of whole passes and of single layers."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from emulated_cuda.run import check_races, on_device
@@ -15,15 +17,16 @@ class Model:
     def __init__(self, stash=None):
         from moe.layers import sections
 
+        from moe_trainer.layers.layer_factory import LOCAL
         from moe_trainer.memory.activations import ActivationPolicy
         from moe_trainer.moe.experts import Experts
         from moe_trainer.parallel.state import ParallelState
 
         self.activations = ActivationPolicy(stash=stash)
         args = sections(num_experts=EXPERTS, moe_grouped_gemm=True, hidden_size=HIDDEN, ffn_hidden_size=FFN)
-        options = {"activations": self.activations}
+        factory = replace(LOCAL, activations=self.activations)
         self.layers = [
-            Experts(args.model, args.moe, ParallelState.single(), f"{number}", **options) for number in range(LAYERS)
+            Experts(args.model, args.moe, ParallelState.single(), f"{number}", factory) for number in range(LAYERS)
         ]
         self.params = []
         generator = torch.Generator().manual_seed(0)

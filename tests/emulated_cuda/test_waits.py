@@ -106,7 +106,7 @@ def experts(biases: bool) -> tuple[dict, list]:
     """Waits of the experts of bf16 rows whose counts are on the device, and results with these and with counts on the host."""
     import emulation
 
-    from moe_trainer.ops.expert_mlp import can_read_counts_on_device, expert_mlp
+    from moe_trainer.ops.expert_mlp import ExpertWeights, can_read_counts_on_device, expert_mlp
     from moe_trainer.ops.pointwise import Activation
 
     torch.manual_seed(1)
@@ -120,9 +120,8 @@ def experts(biases: bool) -> tuple[dict, list]:
     assert can_read_counts_on_device(w1, w2, None)
     for counts, rows in ((there, 40), ([10, 0, 14], 24)):
         inputs = [each.clone().requires_grad_() for each in (x[:rows], p[:rows], w1, w2, *((b1, b2) if biases else ()))]
-        added = dict(zip(("b1_eG", "b2_eH"), inputs[4:]))
         with emulation.Ledger(emulation.DEVICE()) as ledger:
-            y = expert_mlp(*inputs[:4], counts, Activation("silu", gated=True), **added)
+            y = expert_mlp(*inputs[:2], ExpertWeights(*inputs[2:]), counts, Activation("silu", gated=True))
             y.backward(torch.where(torch.isnan(x[:rows]), x[:rows], 1.0))
         results.append([each[:24].float().cpu().tolist() for each in (y.detach(), *(each.grad for each in inputs))])
         waits.append(dict(ledger.waits))

@@ -80,7 +80,7 @@ def rounded_gradients(kind: str) -> list[tuple[str, float]]:
 
 def ours(where: str) -> tuple[list[float], float]:
     """Main gradients, and the activation of every token."""
-    from moe_trainer.ops.expert_mlp import expert_mlp
+    from moe_trainer.ops.expert_mlp import ExpertMLPKernels, ExpertWeights, expert_mlp
     from moe_trainer.ops.pointwise import Activation
 
     options, counts = {}, COUNTS
@@ -89,12 +89,12 @@ def ours(where: str) -> tuple[list[float], float]:
     if "kernel" in where:
         from moe_trainer.ops.triton_grouped_gemm import add_weight_grad
 
-        options["add_weight_grad"] = add_weight_grad
+        options["kernels"] = ExpertMLPKernels(add_weight_grad=add_weight_grad)
     if "device" in where:
         counts = torch.tensor(COUNTS, device="cuda")
     swiglu, ones = Activation("silu", gated=True), torch.ones(1, dtype=torch.bfloat16)
     found = gradient_of_second_linear(
-        lambda x, w1, w2: expert_mlp(x, None, w1, w2, counts, swiglu, **options), options["queue"]
+        lambda x, w1, w2: expert_mlp(x, None, ExpertWeights(w1, w2), counts, swiglu, **options), options["queue"]
     )
     return found, float(torch.nn.functional.silu(ones))
 

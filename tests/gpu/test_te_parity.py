@@ -239,18 +239,7 @@ def make_experts(flags: str) -> Experts:
     if args.precision.fp8:
         precision = QuantizationConfig.from_args(args.precision, args.model, 1, ps)
     factory = factory.for_chunk(precision=precision).for_layer(1)
-    return make_layer(
-        lambda: Experts(
-            args.model,
-            args.moe,
-            ps,
-            "experts",
-            quantize=factory.quantize,
-            kernels=factory.kernels,
-            grouped_linear=factory.grouped_linear,
-            expert_mlp=factory.expert_mlp,
-        )
-    )
+    return make_layer(lambda: Experts(args.model, args.moe, ps, "experts", factory))
 
 
 @pytest.mark.gpu

@@ -26,7 +26,7 @@ from moe_trainer.layers.te_layers import FusedColumnLinear
 from moe_trainer.memory.activations import ActivationPolicy
 from moe_trainer.moe.grouped_experts import grouped_expert_mlp
 from moe_trainer.moe.receive.padding import TokenPadding
-from moe_trainer.ops.expert_mlp import expert_mlp, get_activation_fns
+from moe_trainer.ops.expert_mlp import ExpertWeights, expert_mlp, get_activation_fns
 from moe_trainer.ops.grouped_gemm import GROUPED_MM
 from moe_trainer.ops.pointwise import Activation
 from moe_trainer.parallel.state import Group, ParallelState
@@ -73,21 +73,21 @@ def linears(queue=None, pad_multiple=1, save_original_input=False):
     )
 
 
-def local(v, activation, **options):
-    return expert_mlp(v["x"], v["p"], v["w1"], v["w2"], COUNTS, activation, allow_grouped=False, **options)
+def local(v, activation, queue=None, **biases):
+    weights = ExpertWeights(v["w1"], v["w2"], **biases)
+    return expert_mlp(v["x"], v["p"], weights, COUNTS, activation, allow_grouped=False, queue=queue)
 
 
-def grouped(v, activation, pair, activations=None, **options):
+def grouped(v, activation, pair, activations=None, unused=0, counts=COUNTS, **biases):
     return grouped_expert_mlp(
         v["x"],
         v["p"],
-        v["w1"],
-        v["w2"],
-        COUNTS,
+        ExpertWeights(v["w1"], v["w2"], **biases),
+        counts,
         pair,
         get_activation_fns(activation),
         activations or ActivationPolicy(),
-        **options,
+        unused=unused,
     )
 
 
@@ -111,7 +111,7 @@ def test_te_experts_equal_local_experts(fake_package, pad_multiple, how):
             recomputes = how == "recomputed activation"
             activations = ActivationPolicy(frozenset({"moe_act"}) if recomputes else frozenset(), uses_global_rng=False)
             pair = linears(pad_multiple=pad_multiple, save_original_input=recomputes)
-            y = grouped(v, activation, pair, activations, pad_multiple=pad_multiple, **biases)
+            y = grouped(v, activation, pair, activations, **biases)
             padded = [16, 0, 16, 16] if pad_multiple == 16 else list(COUNTS)
             assert fake_package.rows == [padded, padded] and not any(list(linear.parameters()) for linear in pair)
         else:
@@ -247,6 +247,8 @@ def test_unused_rows_and_wrong_counts(fake_package):
     torch.testing.assert_close(y[:28], local(v, activation))
     with pytest.raises(ValueError, match="add up to 28, but there are 30"):
         grouped(more, activation, linears(), unused=2)
+    with pytest.raises(ValueError, match="needs counts on the host"):
+        grouped(v, activation, linears(), counts=torch.tensor(COUNTS))
 
 
 def te_argv(flags):

@@ -10,7 +10,7 @@ from reference import Balance, add_balance
 
 from moe_trainer.layers.pass_inputs import PassInputs
 from moe_trainer.moe import balancing
-from moe_trainer.moe.balancing import balancing_losses, logged_losses, start_iteration, update_expert_bias
+from moe_trainer.moe.balancing import LossSettings, balancing_losses, logged_losses, start_iteration, update_expert_bias
 from moe_trainer.ops.attach_loss import Balancing
 from moe_trainer.ops.packed_sequences import ValidTokens
 from moe_trainer.parallel.state import Group, ParallelState
@@ -170,7 +170,7 @@ def test_kernels_of_a_sequence_loss_get_the_counts_of_its_ranks(monkeypatch):
         attach=None,
     )
     coefficients = dict.fromkeys(balancing.LOSS_NAMES, 0.0) | {"seq_load_balancing_loss": 0.1}
-    balancing._by_kernels(kernels, torch.zeros(4, 2), 1, 1, "softmax", coefficients, None, 1.0, None, ps)
+    balancing._by_kernels(kernels, torch.zeros(4, 2), LossSettings(1, "softmax", coefficients), 1, None, ps)
     assert given == [[[6, 2]]]
 
 
@@ -219,12 +219,8 @@ def test_padding_does_not_count(score_function, per_token_loss):
     def losses(logits_TE, valid=None):
         return balancing_losses(
             logits_TE,
+            LossSettings(2, score_function, ALL_LOSSES, 1e-2, per_token_loss),
             num_sequences=1,
-            topk=2,
-            score_function=score_function,
-            coefficients=ALL_LOSSES,
-            z_loss_coeff=1e-2,
-            per_token_loss=per_token_loss,
             running=(torch.zeros(8), torch.zeros(())),
             ps=ParallelState.single(),
             valid=valid,
@@ -248,12 +244,8 @@ def losses_of_packs(logits: list[torch.Tensor], score_function: str, per_token_l
     for logits_TE in logits:
         yield balancing_losses(
             logits_TE,
+            LossSettings(2, score_function, ALL_LOSSES, None, per_token_loss),
             num_sequences=1,
-            topk=2,
-            score_function=score_function,
-            coefficients=ALL_LOSSES,
-            z_loss_coeff=None,
-            per_token_loss=per_token_loss,
             running=running,
             ps=ParallelState.single(),
             valid=ValidTokens(torch.ones(len(logits_TE), dtype=torch.bool), len(logits_TE)),

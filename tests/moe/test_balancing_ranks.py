@@ -16,6 +16,7 @@ from moe_trainer.layers.layer_factory import LOCAL
 from moe_trainer.layers.pass_inputs import PassInputs
 from moe_trainer.moe.balancing import (
     LOSS_NAMES,
+    LossSettings,
     balancing_losses,
     collect_moe_metrics,
     start_iteration,
@@ -262,12 +263,14 @@ def _global_losses(rank, n, argv, groups, per_token_loss):
         total = sum(len(_tokens(microbatch, other)) for other in sharing)
         found = balancing_losses(
             logits_TE,
+            LossSettings(
+                2,
+                "softmax",
+                {name: 0.3 if name.startswith("global") else 0.0 for name in LOSS_NAMES},
+                None,
+                per_token_loss,
+            ),
             num_sequences=1,
-            topk=2,
-            score_function="softmax",
-            coefficients={name: 0.3 if name.startswith("global") else 0.0 for name in LOSS_NAMES},
-            z_loss_coeff=None,
-            per_token_loss=per_token_loss,
             running=running,
             ps=ps,
             valid=ValidTokens(

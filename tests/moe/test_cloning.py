@@ -15,7 +15,7 @@ from moe_trainer.memory.activations import ActivationPolicy
 from moe_trainer.moe.dispatch.select import attach_dispatcher
 from moe_trainer.moe.placement.clone_plan import ClonePlan
 from moe_trainer.moe.placement.cloned import _FixedExchange
-from moe_trainer.ops.expert_mlp import ActivationFns
+from moe_trainer.ops.expert_mlp import ActivationFns, ExpertMLPKernels
 from moe_trainer.ops.grouped_gemm import GroupedGemms, grouped_weight_grad
 from moe_trainer.parallel.state import ParallelState
 
@@ -118,7 +118,7 @@ def _one_rank(rank, n, sizes, kind, skew, dispatcher, dtype, layout, slots, exac
         layer = build_shard(args, ps, dtype)
         skew_router(layer, SKEW[skew])
         if exact:
-            layer.experts.gemms, layer.experts.activation_fns = ROW_WISE, PLAIN
+            layer.experts.kernels = ExpertMLPKernels(PLAIN, ROW_WISE)
         found, planned = _passes(layer, ps, x, weight, 2)
         results.append((found, RankGrads.of(layer, ps)))
     return results, planned

@@ -24,7 +24,7 @@ from moe_trainer.moe.dispatch.select import attach_dispatcher
 from moe_trainer.moe.experts import Experts
 from moe_trainer.moe.receive import agreement
 from moe_trainer.moe.receive.budget import ReceiveBudget, count_overflows, get_stashes, receive_scope
-from moe_trainer.ops.expert_mlp import expert_mlp
+from moe_trainer.ops.expert_mlp import ExpertMLPKernels, ExpertWeights, expert_mlp
 from moe_trainer.ops.grouped_gemm import GROUPED_MM
 from moe_trainer.ops.pointwise import Activation
 from moe_trainer.parallel import collectives
@@ -65,7 +65,10 @@ def test_values_in_unused_rows_have_no_effect(activation, biases):
 
         tensors = padded(x), padded(p), w1.clone().requires_grad_(), w2.clone().requires_grad_()
         added = {name: w[:, :, 0].clone().requires_grad_() for name, w in (("b1_eG", w1), ("b2_eH", w2)) if biases}
-        y = expert_mlp(*tensors, torch.tensor(counts) if behind else counts, activation, gemms=GROUPED_MM, **added)
+        x_RH, probs_R, *weights = tensors
+        tokens = torch.tensor(counts) if behind else counts
+        kernels = ExpertMLPKernels(gemms=GROUPED_MM)
+        y = expert_mlp(x_RH, probs_R, ExpertWeights(*weights, **added), tokens, activation, kernels=kernels)
         y.backward(padded(weight).detach())
         results.append(
             [each[:7] for each in (y, tensors[0].grad, tensors[1].grad)] + [tensors[2].grad, tensors[3].grad]
@@ -79,7 +82,7 @@ def test_values_in_unused_rows_have_no_effect(activation, biases):
 def test_device_counts_require_grouped_gemm():
     x, w1, w2 = torch.zeros(4, 4), torch.zeros(1, 4, 4), torch.zeros(1, 4, 4)
     with pytest.raises(ValueError, match="need a grouped GEMM"):
-        expert_mlp(x, None, w1, w2, torch.tensor([4]), Activation("gelu"), allow_grouped=False)
+        expert_mlp(x, None, ExpertWeights(w1, w2), torch.tensor([4]), Activation("gelu"), allow_grouped=False)
 
 
 class Observer:

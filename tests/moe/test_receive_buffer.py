@@ -71,6 +71,15 @@ def test_overflow_of_any_dispatch_is_kept_until_the_reset():
     assert budget.overflow.tolist() == [0]
 
 
+def test_tokens_lost_without_a_flag_are_an_error():
+    budget = ReceiveBudget("experts", 1.0, 2)
+    with pytest.raises(ValueError, match="experts: token counts are on the device, without a flag"):
+        budget.note_overflow(torch.zeros(1, dtype=torch.int32))
+    budget.allocate_flag(torch.device("cpu"))
+    with pytest.raises(ValueError, match="experts: token counts are on the device, without a flag"):
+        budget.note_overflow(None)
+
+
 def test_budget_grows_to_what_a_fixed_buffer_needs():
     layer = build_layer(sections(moe_expert_rank_capacity_factor=1.0))
     layer.receive.budget.allows_device_counts = True

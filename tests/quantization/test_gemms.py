@@ -1,5 +1,7 @@
 """Quantized GEMMs against their definitions, GEMM by GEMM; the state of delayed scaling."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,8 +10,9 @@ from arguments.mechanisms.formats import NAMED_BY_LAYER, QUANTIZED
 from arguments.model import ModelArgs
 from arguments.moe import MoEArgs
 from moe_trainer.layers.kernels import Kernels
+from moe_trainer.layers.layer_factory import LOCAL
 from moe_trainer.moe.experts import Experts
-from moe_trainer.ops.expert_mlp import ActivationFns, expert_mlp, get_activation_fns
+from moe_trainer.ops.expert_mlp import ActivationFns, ExpertWeights, expert_mlp, get_activation_fns
 from moe_trainer.ops.pointwise import Activation
 from moe_trainer.parallel.rng import StochasticRoundingRNG
 from moe_trainer.parallel.state import ParallelState
@@ -258,7 +261,7 @@ def test_quantized_experts_are_close_to_exact_ones():
         queue = WeightGradQueue()
         queue.active = kind == "later"
         if kind == "exact":
-            y = expert_mlp(x, p, w1, w2, counts, activation)
+            y = expert_mlp(x, p, ExpertWeights(w1, w2), counts, activation)
         else:
             y = quantized_expert_mlp(
                 x, p, w1, w2, counts, activation, (make_gemms("mxfp8"), make_gemms("mxfp8")), queue=queue
@@ -300,8 +303,11 @@ def test_quantized_experts_use_the_given_activation():
         MoEArgs(num_experts=len(counts)),
         ParallelState.single(),
         "experts",
-        quantize=lambda *_, **__: make_gemms("mxfp8"),
-        kernels=Kernels(activations=((activation, None, block),)),
+        replace(
+            LOCAL,
+            quantize=lambda *_, **__: make_gemms("mxfp8"),
+            kernels=Kernels(activations=((activation, None, block),)),
+        ),
     )
     with torch.no_grad():
         layer.linear_fc1.weight.copy_(values["w1"])

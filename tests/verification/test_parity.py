@@ -197,7 +197,7 @@ def test_wrong_running_mean_is_found(monkeypatch):
     real = balancing._loss_weights
 
     def broken(*args):
-        _, steps = args[5]
+        _, steps = args[4]
         weights = real(*args)
         return weights * (steps / 2) if steps > 2 else weights
 

@@ -56,11 +56,11 @@ def _wrap(patch: Patch, owner: object, name: str, wrapper: Callable) -> None:
 
 
 def _scale_balancing(patch: Patch, factor: Callable[[dict], float]) -> None:
-    """Multiply the gradient of a router's losses by a number that depends on the options of balancing_losses."""
+    """Multiply the gradient of a router's losses per token by a number that depends on the options of balancing_losses."""
 
-    def scaled(real, logits_TE, **options):
-        losses = real(logits_TE, **options)
-        return replace(losses, grad_TE=losses.grad_TE * factor(options))
+    def scaled(real, logits_TE, settings, **options):
+        losses = real(logits_TE, settings, **options)
+        return replace(losses, grad_TE=losses.grad_TE * (factor(options) if settings.per_token_loss else 1.0))
 
     _wrap(patch, router, "balancing_losses", scaled)
 
@@ -73,18 +73,18 @@ def divide_prediction_by_context_ranks(patch: Patch) -> None:
 
 
 def scale_balancing_by_local_tokens(patch: Patch) -> None:
-    _scale_balancing(patch, lambda options: 1 / options["ps"].tp_cp.size if options["per_token_loss"] else 1.0)
+    _scale_balancing(patch, lambda options: 1 / options["ps"].tp_cp.size)
 
 
 def divide_balancing_by_sequences(patch: Patch) -> None:
-    _scale_balancing(patch, lambda options: 1 / options["num_sequences"] if options["per_token_loss"] else 1.0)
+    _scale_balancing(patch, lambda options: 1 / options["num_sequences"])
 
 
 def divide_by_microbatches(patch: Patch) -> None:
     """Counts of packs of all sizes are divided by their number, and scaled as if all had the size of the last one."""
 
     def weights(real, *args):
-        sums_E, steps = args[5]
+        sums_E, steps = args[4]
         before = sums_E.sum()
         result = real(*args)
         now = sums_E.sum()

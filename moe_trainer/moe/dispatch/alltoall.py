@@ -155,8 +155,9 @@ class AllToAllDispatcher(TokenDispatcher):
     def _permute(
         self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor, expert_E: Tensor | None, num_routed: int
     ) -> tuple[Tensor, Tensor, Any]:
-        order = {"expert_E": expert_E} if expert_E is not None and self.permutation.takes_order else {}
-        return self.permutation.permute(x_TH, probs_TE, routing_TE, num_rows=num_routed, **order)
+        if expert_E is not None and self.permutation.takes_order:
+            return self.permutation.permute_in_order(x_TH, probs_TE, routing_TE, expert_E, num_routed)
+        return self.permutation.permute(x_TH, probs_TE, routing_TE, num_rows=num_routed)
 
     def _start_count_exchange(self, plan: _AllToAllState) -> _AllToAllState:
         counts_E = plan.counts_E

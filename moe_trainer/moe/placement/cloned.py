@@ -75,6 +75,7 @@ class ClonedPlacement(ExpertPlacement):
     """Plans the clones of one rank's layer, and counts their tokens."""
 
     declaration = CLONED
+    moved_tokens_2P: Tensor
 
     def __init__(self, ps: ParallelState, num_experts: int, slots: int):
         """Store the sizes; `slots` is --moe-clone-hot-experts, the clones that a rank can host."""
@@ -104,7 +105,8 @@ class ClonedPlacement(ExpertPlacement):
             return routing, known if self._uses_known_counts else None
 
         routing, known = cache_fn(plan)
-        return PlacedRouting(*routing.apply(probs_TE, routing_TE), known, routing.expert_V, routing)
+        probs_TV, routing_TV = routing.apply(probs_TE, routing_TE)
+        return PlacedRouting(probs_TV, routing_TV, known, routing.expert_V, routing)
 
     @torch.no_grad()
     def plan(self, routing_TE: Tensor, on_device: bool = False) -> tuple[CloneRouting, KnownCounts | None]:
@@ -142,7 +144,6 @@ class ClonedPlacement(ExpertPlacement):
     @torch.no_grad()
     def count(self, plan: ClonePlan) -> None:
         """Count the tokens of clones, by host and by owner; without a wait."""
-        assert self.moved_tokens_2P is not None, "since set_dispatcher"
         by_host_P, by_owner_P = self.moved_tokens_2P
         by_host_P.add_(plan.num_tokens.sum(1))
         by_owner_P.scatter_add_(0, (plan.expert // self.num_local).flatten(), plan.num_tokens.flatten())
@@ -172,7 +173,7 @@ class ClonedPlacement(ExpertPlacement):
 
 def make_placement(moe: MoEArgs, ps: ParallelState) -> ClonedPlacement:
     """Build it for a layer."""
-    return ClonedPlacement(ps, moe.num_experts, moe.moe_clone_hot_experts)
+    return ClonedPlacement(ps, moe.num_experts or 0, moe.moe_clone_hot_experts)
 
 
 class _UnusedSlots(OwnWeights):

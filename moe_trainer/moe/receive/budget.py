@@ -81,9 +81,14 @@ class ReceiveBudget:
         """Use this factor from now on; the same on all ranks."""
         self.factor = self.fixed_factor = factor
 
-    def note_overflow(self, overflow: Tensor) -> None:
-        """Accumulate the overflow flag of a dispatch, int32 [1], on the device."""
-        assert self._overflow is not None, f"{self.name}: no flag was allocated"
+    def note_overflow(self, overflow: Tensor | None) -> None:
+        """Accumulate the overflow flag of a dispatch, int32 [1], on the device.
+
+        Raises:
+            ValueError: if the dispatcher gives none, or none was allocated, so that lost tokens would not be noticed.
+        """
+        if overflow is None or self._overflow is None:
+            raise ValueError(f"{self.name}: token counts are on the device, without a flag for tokens that do not fit")
         torch.maximum(self._overflow, overflow, out=self._overflow)
 
     @property

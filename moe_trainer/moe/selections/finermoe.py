@@ -113,7 +113,7 @@ class SlicedPermutation(Permutation):
         self.inner = inner or Permutation()
 
     def permute(
-        self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor, expert_E: None = None, num_rows: int | None = None
+        self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor, num_rows: int | None = None
     ) -> tuple[Tensor, Tensor, SlicedRoutes]:
         """Sort tokens by expert; columns must be in the order of the experts."""
         x_RH, probs_R, routes = self.inner.permute(x_TH, probs_TE, routing_TE, num_rows=num_rows)

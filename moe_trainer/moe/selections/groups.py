@@ -38,4 +38,4 @@ class ExpertGroups:
 
 def make_groups(topk: int, number: int | None, group_topk: int | None, scored: int | None) -> ExpertGroups | None:
     """Return the groups of a choice of `topk` experts, None without --moe-router-group-topk; `scored`: as the flag."""
-    return ExpertGroups(number, group_topk, scored or topk // group_topk) if group_topk else None
+    return ExpertGroups(number, group_topk, scored or topk // group_topk) if number and group_topk else None

@@ -41,13 +41,16 @@ class QuantileBalancing(ScoredSelection, nn.Module):
     """
 
     declaration = QUANTILE_BALANCING
+    bias_E: Tensor
+    sum_E: Tensor
+    count: Tensor
 
     def __init__(self, context: SelectionContext):
-        moe = context.moe
+        moe, num_experts = context.moe, context.moe.num_experts or 0
         super().__init__(moe.moe_router_topk, context.make_scores(moe.moe_router_pre_softmax), context.cache_fn)
         self._tp_cp, self._ema = context.ps.tp_cp, moe.moe_router_quantile_balancing_ema
-        self.register_buffer("bias_E", torch.zeros(moe.num_experts, dtype=torch.float32))
-        self.register_buffer("sum_E", torch.zeros(moe.num_experts, dtype=torch.float32), persistent=False)
+        self.register_buffer("bias_E", torch.zeros(num_experts, dtype=torch.float32))
+        self.register_buffer("sum_E", torch.zeros(num_experts, dtype=torch.float32), persistent=False)
         self.register_buffer("count", torch.zeros((), dtype=torch.float32), persistent=False)
 
     def _apply(self, fn, recurse=True):
@@ -110,4 +113,4 @@ class QuantileBalancing(ScoredSelection, nn.Module):
 
 
 def make_selection(context: SelectionContext) -> ExpertSelection:
-    return QuantileBalancing.build(context)
+    return QuantileBalancing(context)

@@ -8,7 +8,7 @@ Shape letters: T tokens, E experts, K top-k, V token ids.
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -90,11 +90,6 @@ class ExpertSelection:
     reads_token_ids = False
     has_own_counts = False
 
-    @classmethod
-    def build(cls, context: SelectionContext) -> "ExpertSelection":
-        """Build the selection of a layer."""
-        return cls(context)
-
     def make_tables(self, vocab_size: int, device: torch.device) -> None:
         """Make what depends on the padded number of token ids, which a checkpoint may replace."""
 
@@ -133,7 +128,7 @@ class ExpertSelection:
         """Discard what this iteration has counted."""
 
     @staticmethod
-    def end_iteration(selections: Iterable["ExpertSelection"], ps: ParallelState, frozen: bool) -> None:
+    def end_iteration(selections: Iterable[Any], ps: ParallelState, frozen: bool) -> None:
         """Update the state of all selections of this class after a global batch; `frozen` only resets the counts."""
 
 

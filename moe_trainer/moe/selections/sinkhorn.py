@@ -95,4 +95,4 @@ class SinkhornSelection(ExpertSelection):
 
 
 def make_selection(context: SelectionContext) -> ExpertSelection:
-    return SinkhornSelection.build(context)
+    return SinkhornSelection(context)

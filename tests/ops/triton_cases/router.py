@@ -142,12 +142,8 @@ def test_z_loss_of_logits_that_are_not_finite_equals_torch(value):
     for own in (triton_router.BALANCING, None):
         losses = balancing.balancing_losses(
             logits,
+            balancing.LossSettings(3, "softmax", dict.fromkeys(COEFFICIENTS, 0.0), 1e-2),
             num_sequences=2,
-            topk=3,
-            score_function="softmax",
-            coefficients=dict.fromkeys(COEFFICIENTS, 0.0),
-            z_loss_coeff=1e-2,
-            per_token_loss=False,
             running=None,
             ps=ParallelState.single(),
             kernels=own,
@@ -187,12 +183,8 @@ def test_balancing_loss_kernels_equal_torch(
         running = (torch.arange(experts, dtype=torch.float32), torch.ones(())) if wanted[2] else None
         losses = balancing.balancing_losses(
             logits,
+            balancing.LossSettings(topk, score, dict(zip(COEFFICIENTS, wanted)), z_loss_coeff, per_token_loss),
             num_sequences=sequences,
-            topk=topk,
-            score_function=score,
-            coefficients=dict(zip(COEFFICIENTS, wanted)),
-            z_loss_coeff=z_loss_coeff,
-            per_token_loss=per_token_loss,
             running=running,
             ps=ParallelState.single(),
             kernels=own,
