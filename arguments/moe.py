@@ -11,6 +11,7 @@ from arguments.flag_properties import MAX_EXPERTS, MAX_SIZE
 from arguments.mechanisms.dispatchers import BACKENDS, TYPES
 from arguments.mechanisms.selection_kinds.declaration import RoutingCapability
 from arguments.mechanisms.selections import BALANCING_KINDS, expert_split, output_slices
+from arguments.mechanisms.sublayer_kinds.declaration import SublayerCapability
 from arguments.schema import flag, layer_pattern
 
 if TYPE_CHECKING:
@@ -280,7 +281,9 @@ class MoEArgs:
     """Deprecated spelling of --recompute-modules moe."""
 
     # ---- upcycling
-    moe_use_upcycling: bool = flag(False, restore="never", role="size", demands=RoutingCapability.UPCYCLING)
+    moe_use_upcycling: bool = flag(
+        False, restore="never", role="size", demands=(RoutingCapability.UPCYCLING, SublayerCapability.UPCYCLING)
+    )
     """Turn the dense checkpoint of --load into a MoE model and save it before training."""
     moe_upcycling_granularity: int = flag(1, restore="never", needs="moe_use_upcycling", bounds=">0", role="size")
     """Number of experts that one dense feed-forward layer is split into."""

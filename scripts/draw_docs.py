@@ -29,6 +29,8 @@ from arguments.mechanisms.optimizer_kinds.declaration import OptimizerCapability
 from arguments.mechanisms.optimizers import OPTIMIZERS
 from arguments.mechanisms.selection_kinds.declaration import RoutingCapability
 from arguments.mechanisms.selections import SELECTIONS
+from arguments.mechanisms.sublayer_kinds.declaration import SublayerCapability
+from arguments.mechanisms.sublayers import SUBLAYERS
 from arguments.mechanisms.support import Mechanism, Rejected, support_among
 from moe_trainer.drawing.load_map import Panel, load_map
 from moe_trainer.drawing.markdown import markdown_table
@@ -241,6 +243,7 @@ class Kind(NamedTuple):
 KINDS = (
     Kind("Token dispatchers", SELECTABLE, Capability),
     Kind("Selections of experts", SELECTIONS, RoutingCapability),
+    Kind("Sublayers", SUBLAYERS, SublayerCapability),
     Kind("Optimizers", OPTIMIZERS, OptimizerCapability),
     Kind("Formats of quantized GEMMs", QUANTIZED, FormatCapability),
 )
@@ -262,7 +265,7 @@ def capability_table(kind: Kind) -> str:
         return f"{'rejected' if isinstance(support, Rejected) else 'no effect'} ({number})"
 
     columns = ("", *(each.name for each in kind.mechanisms))
-    selecting = ("selected by", *(f"`{with_flags(each.mention)}`" for each in kind.mechanisms))
+    selecting = ("selected by", *(f"`{with_flags(each.mention)}`" if each.mention else "" for each in kind.mechanisms))
     rows = [(each.value, *(cell(mechanism, each) for mechanism in kind.mechanisms)) for each in kind.capabilities]
     lines = markdown_table(columns, [selecting, *rows])
     return "\n".join([*lines, "", *(f"{number}. {reason}" for reason, number in reasons.items())])

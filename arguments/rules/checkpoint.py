@@ -6,6 +6,7 @@ from arguments.layer_pattern import ATTENTION, MAMBA, MLP, MOE, STAGE
 from arguments.mechanisms.optimizer_kinds.declaration import OptimizerCapability
 from arguments.mechanisms.optimizers import OPTIMIZERS, get_optimizer
 from arguments.mechanisms.selections import SELECTIONS, SPLITS, expert_split
+from arguments.mechanisms.sublayer_kinds.declaration import SublayerCapability
 from arguments.mechanisms.sublayers import VARIANT, relative_of
 from arguments.mechanisms.support import keys_with
 from arguments.rules.derived_sizes import DerivedSizes, divides, positive, quotient
@@ -94,7 +95,7 @@ def check_override_iteration(s: Settings, _f: DerivedSizes) -> Iterator[Violatio
 
 def limit_legacy_format(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     stored = " and ".join(keys_with(OPTIMIZERS, OptimizerCapability.LEGACY_FORMAT))
-    has_places = relative_of(s).has_legacy_places
+    has_places = relative_of(s).supports(SublayerCapability.LEGACY_FORMAT)
     for dest in ("ckpt_format", "ckpt_convert_format"):
         is_legacy = getattr(s, dest) == "torch"
         yield Limit(

@@ -193,10 +193,3 @@ def limit_hybrid_layers(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
         "{hybrid_layer_pattern:flag} cannot be combined with {moe_use_upcycling:flag}: there is no dense model of such "
         "layers.",
     )
-    for dest in ("post_self_attn_layernorm", "apply_residual_connection_post_layernorm"):
-        yield Limit(
-            MAMBA in letters and getattr(s, dest),
-            "{:flag} cannot be combined with Mamba layers (M of {hybrid_layer_pattern:flag}), which have one norm, and "
-            "their input as residual.",
-            (dest,),
-        )
