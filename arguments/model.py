@@ -349,10 +349,9 @@ class ModelArgs:
     """Kimi delta attention: lower bound of the logarithm of a decay, which is then a sigmoid times the bound. Unset: no
     bound. A flag of this program."""
     hybrid_layer_pattern: str | None = flag(None, restore="always", role="size")
-    """Layers of one sublayer each, one letter per layer: M (Mamba-2), G (gated DeltaNet), * (attention), + (latent
-    attention), D (sparse latent attention), - (feed-forward), E (experts). A | begins the next pipeline stage, and a /
-    a depth of multi-token prediction, all with the same letters. Determines --num-layers, --moe-layer-freq,
-    --mtp-num-layers and the variant of attention. Unset: transformer layers."""
+    """Layers of one sublayer each, one letter per layer: {letters}. A | begins the next pipeline stage, and a / a depth
+    of multi-token prediction, all with the same letters. Determines --num-layers, --moe-layer-freq, --mtp-num-layers
+    and the variant of attention. Unset: transformer layers."""
     hybrid_override_pattern: str | None = flag(None, restore="never")
     """Deprecated spelling of --hybrid-layer-pattern."""
     mtp_hybrid_override_pattern: str | None = flag(None, restore="always")

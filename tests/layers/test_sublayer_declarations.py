@@ -2,10 +2,11 @@
 
 import pytest
 from structure.declared import leave_out
-from structure.source import source_files
+from structure.source import ROOT, source_files
 
 from arguments.container import OPTIONS
 from arguments.demands import demands
+from arguments.help import help_lines
 from arguments.layer_flags import layer_letters
 from arguments.layer_pattern import letter_flags, mixing_sublayer
 from arguments.mechanisms.sublayer_kinds.declaration import PATTERN, SublayerCapability
@@ -121,3 +122,13 @@ def test_flag_is_rejected_once_where_the_sublayer_has_not_what_it_demands(sublay
         of_latents = [LATENT_ATTENTION.reason(capability)] if LATENT_ATTENTION.rejects(capability) else []
         wanted = [*reasons, *(of_latents if sublayer.reads_latents else [])]
         assert set(said) == {f"{each}." for each in wanted} and len(said) == len(set(said)), (dest, said)
+
+
+def test_help_messages_and_manual_have_the_letters_of_the_declarations():
+    shown = "|".join(help_lines(width=4000, options=frozenset({PATTERN})))
+    _, found = resolve_command_line(["--hybrid-layer-pattern", "MX"], 1)
+    rejected = next(each.message for each in found if "not 'X'" in each.message)
+    for letter, each in BY_LETTER.items():
+        assert f"{letter} ({each.name})" in shown and f"{letter} ({each.name})" in rejected
+    table = (ROOT / "docs/models.md").read_text().partition("| letter | layer |")[2].partition("\n\n")[0]
+    assert sorted(row[3] for row in table.splitlines() if row.startswith("| `")) == sorted(BY_LETTER)

@@ -170,6 +170,11 @@ class Sublayer(Mechanism[SublayerCapability]):
         return self.in_some_layers and not self.has_delta_rule
 
     @property
+    def lettered(self) -> str:
+        """Its letter, and what it stands for."""
+        return f"{self.letter} ({self.name})"
+
+    @property
     def words(self) -> str:
         """The flag that names it, with its value, as usually spelled."""
         return f"--{VARIANT.replace('_', '-')} {self.variant}"
@@ -180,5 +185,5 @@ class Sublayer(Mechanism[SublayerCapability]):
         if self.variant is not None:
             return f"{{{VARIANT}:flag}} {self.variant}"
         if self.switch == PATTERN:
-            return f"{{{PATTERN}:flag}} with {self.letter} ({self.name})"
+            return f"{{{PATTERN}:flag}} with {self.lettered}"
         return f"{{{self.switch}:flag}}" if self.switch else ""
