@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from arguments.flag_properties import MAX_MINUTES
-from arguments.mechanisms.sublayer_kinds.declaration import SublayerCapability
 from arguments.schema import flag
 
 
@@ -257,9 +256,9 @@ class ParallelArgs:
     """Lay parameters out layer by layer for layer-wise optimizers."""
 
     # ---- fully sharded data parallel
-    use_megatron_fsdp: bool = flag(False, demands=SublayerCapability.FSDP)
+    use_megatron_fsdp: bool = False
     """Shard parameters, gradients and optimizer states over data-parallel ranks (Megatron's FSDP)."""
-    use_torch_fsdp2: bool = flag(False, demands=SublayerCapability.FSDP)
+    use_torch_fsdp2: bool = False
     """Shard parameters, gradients and optimizer states over data-parallel ranks (torch's fully_shard)."""
     torch_fsdp2_reshard_after_forward: bool = flag(
         True, off=("--torch-fsdp2-no-reshard-after-forward",), needs="use_torch_fsdp2"

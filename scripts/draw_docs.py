@@ -265,7 +265,10 @@ def capability_table(kind: Kind) -> str:
         return f"{'rejected' if isinstance(support, Rejected) else 'no effect'} ({number})"
 
     columns = ("", *(each.name for each in kind.mechanisms))
-    selecting = ("selected by", *(f"`{with_flags(each.mention)}`" if each.mention else "" for each in kind.mechanisms))
+    selecting = (
+        "selected by",
+        *(f"`{with_flags(each.mention)}`" if each.mention else "no flag" for each in kind.mechanisms),
+    )
     rows = [(each.value, *(cell(mechanism, each) for mechanism in kind.mechanisms)) for each in kind.capabilities]
     lines = markdown_table(columns, [selecting, *rows])
     return "\n".join([*lines, "", *(f"{number}. {reason}" for reason, number in reasons.items())])

@@ -10,6 +10,10 @@ from arguments.rules.sparse_attention import INDEXER_FLAGS, find_indexer_violati
 from arguments.settings import Limit, Settings, Violation
 
 _MENTION = COMPRESSED_ATTENTION.mention
+_EXCLUDED = (
+    ("use_torch_fsdp2", "parameters of compressors are not sharded so"),
+    ("use_megatron_fsdp", "parameters of compressors are not sharded so"),
+)
 
 
 def check_compressed_attention(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
@@ -62,6 +66,8 @@ def _check_ratios(s: Settings) -> Iterator[Violation]:
 
 def limit_compressed_attention(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
     is_on = variant_of(s).compresses_keys
+    for dest, why in _EXCLUDED:
+        yield Limit(is_on and s.values[dest], f"{_MENTION} cannot be combined with {{}}: {why}.", (dest,))
     yield Limit(
         is_on and s.add_bias_linear, f"{_MENTION} needs {{add_bias_linear:flag}}: its projections have no biases."
     )

@@ -18,8 +18,8 @@ from arguments.mechanisms.selections import HASH, REPLAY, SELECTIONS, TOPK, get_
 from arguments.mechanisms.support import Rejected, support_among
 from arguments.moe import MoEArgs
 from arguments.parse import resolve_command_line
+from moe_trainer.declared_module import load_module
 from moe_trainer.moe import selections
-from moe_trainer.moe.selections.build import load_module
 from moe_trainer.moe.selections.selection import ExpertSelection
 
 IMPORTS = """import DeclaredSelection, ExpertSplit, RoutingCapability, balancing_kinds

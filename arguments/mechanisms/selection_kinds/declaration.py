@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from random import Random
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from arguments.mechanisms.support import Mechanism, Rejected, Support
 
@@ -110,6 +110,8 @@ class DeclaredSelection(Mechanism[RoutingCapability]):
         draws: destinations of its flags, with the values that random tests draw from.
         split: how its experts divide what a dense layer computes; None if each makes the full output.
     """
+
+    modules: ClassVar[str] = "moe_trainer.moe.selections"
 
     key: str
     name: str

@@ -49,7 +49,6 @@ COMPRESSED_ATTENTION = Sublayer(
             SublayerCapability.GRAPHS: Rejected("its blocks are not captured"),
             SublayerCapability.QUANTIZED: Rejected("its compressors are computed in high precision only"),
             SublayerCapability.OFFLOAD: Rejected("single parts are not offloaded"),
-            SublayerCapability.FSDP: Rejected("parameters of compressors are not sharded so"),
             SublayerCapability.UPCYCLING: Rejected("there is no dense model of such layers"),
             SublayerCapability.LEGACY_FORMAT: Rejected("the format has no known places for its parameters"),
         }

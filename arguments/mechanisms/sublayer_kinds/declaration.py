@@ -50,7 +50,6 @@ class SublayerCapability(Enum):
     PACKED_SAMPLES = "`--use-varlen-dataset`, `--sft`"
     CONTEXT_PARALLEL = "`--context-parallel-size`"
     OFFLOAD = "`--fine-grained-activation-offloading`"
-    FSDP = "`--use-torch-fsdp2`, `--use-megatron-fsdp`"
     UPCYCLING = "`--moe-use-upcycling`"
     LEGACY_FORMAT = "`--ckpt-format torch`, `--ckpt-convert-format torch`"
 
@@ -102,7 +101,6 @@ OF_TRAINING = (
     SublayerCapability.PACKED_SAMPLES,
     SublayerCapability.CONTEXT_PARALLEL,
     SublayerCapability.OFFLOAD,
-    SublayerCapability.FSDP,
 )
 """Of all sublayers, whatever they compute."""
 
