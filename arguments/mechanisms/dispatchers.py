@@ -4,8 +4,9 @@ A dispatcher is selected by --moe-token-dispatcher-type and, if that is flex, --
 expert rank `LOCAL` runs whatever is selected. `get_dispatcher` is the only place that reads the two flags. Its module
 is moe_trainer/moe/dispatch/<key>.py, with `make_dispatcher` and a class whose `declaration` it is.
 
-A declaration, in dispatcher_kinds/, states for every `Capability` that it acts, that the flags that demand it are
-rejected and why, or that they have no effect and why. Its `traffic` is what the estimate sends over which link.
+A declaration, in dispatcher_kinds/, states for every `Capability` that it acts, that the flags that
+demand it are rejected and why, or that they have no effect and why. Its `traffic` is what the estimate sends over which
+link.
 """
 
 from types import MappingProxyType
