@@ -1,11 +1,12 @@
 """The sublayers that mix no positions: an MLP, or experts."""
 
+from collections.abc import Mapping
 from types import MappingProxyType
 
 from arguments.mechanisms.sublayer_kinds.declaration import OF_ATTENTION, OF_TRAINING, Sublayer, SublayerCapability
-from arguments.mechanisms.support import NoEffect
+from arguments.mechanisms.support import NoEffect, Support
 
-_CAPABILITIES = MappingProxyType(
+_CAPABILITIES: Mapping[SublayerCapability, Support] = MappingProxyType(
     {
         **dict.fromkeys(OF_TRAINING, True),
         **dict.fromkeys(OF_ATTENTION, NoEffect("it mixes no positions")),
