@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from arguments.flag_properties import MAX_SAMPLES, MAX_SIZE, MAX_WORKERS
+from arguments.mechanisms.sublayer_kinds.declaration import SublayerCapability
 from arguments.schema import flag
 
 DEFAULT_SPLIT = "969, 30, 1"
@@ -90,10 +91,10 @@ class DataArgs:
     """JSON file with the number of sequences of each dataset."""
     mock_data: bool = flag(False, restore="data")
     """Train on synthetic tokens."""
-    use_varlen_dataset: bool = flag(False, restore="never")
+    use_varlen_dataset: bool = flag(False, restore="never", demands=SublayerCapability.PACKED_SAMPLES)
     """Train on samples of different lengths: a sequence of a token file, or a row of a JSONL or Parquet file, is a
     sample of at most --seq-length tokens."""
-    sft: bool = flag(False, restore="never")
+    sft: bool = flag(False, restore="never", demands=SublayerCapability.PACKED_SAMPLES)
     """Train on conversations: JSONL or Parquet files of messages, each conversation a sample."""
     varlen_sbhd_validation: bool = flag(False, needs="use_varlen_dataset", restore="never")
     """Pad every sample of --use-varlen-dataset to --seq-length instead of packing them."""
@@ -121,7 +122,11 @@ class DataArgs:
     reset_position_ids: bool = flag(False, restore="to evaluate", role="mask")
     """Restart positions after each end-of-document token."""
     reset_attention_mask: bool = flag(
-        False, needs="create_attention_mask_in_dataloader", restore="to evaluate", role="mask"
+        False,
+        needs="create_attention_mask_in_dataloader",
+        restore="to evaluate",
+        role="mask",
+        demands=SublayerCapability.DOCUMENTS,
     )
     """Do not attend across end-of-document tokens."""
     eod_mask_loss: bool = flag(False, needs=("!use_varlen_dataset", "!sft"), restore="to evaluate", role="mask")
@@ -134,7 +139,9 @@ class DataArgs:
         role="mask",
     )
     """Create the attention mask of --reset-attention-mask in the data loader."""
-    dataloader_inter_document_masking: bool = flag(False, restore="to evaluate", role="mask")
+    dataloader_inter_document_masking: bool = flag(
+        False, restore="to evaluate", role="mask", demands=SublayerCapability.DOCUMENTS
+    )
     """Do not attend across documents: pass the lengths of documents to the attention."""
     allow_ambiguous_pad_tokens: bool = flag(False, restore="never")
     """Mask pad tokens in the loss even if they are also the end-of-document token."""

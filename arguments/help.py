@@ -11,6 +11,7 @@ from pathlib import Path
 from arguments import flag_status
 from arguments.container import OPTIONS, SECTIONS
 from arguments.mechanisms.placements import PLACEMENTS
+from arguments.mechanisms.sublayers import list_letters
 from arguments.program import as_typed, program_name
 from arguments.schema import Option, layer_pattern
 
@@ -61,7 +62,7 @@ def _docs_of(cls: type) -> dict[str, tuple[str, str]]:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             text = ""
             if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
-                text = str(after.value.value)
+                text = str(after.value.value).replace("{letters}", list_letters())
             heading = next(name for number, name in reversed(headings) if number < node.lineno)
             docs[node.target.id] = (heading, " ".join(text.split()))
     return docs

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from arguments.flag_properties import MAX_LAYERS, MAX_SIZE, MAX_STD
+from arguments.mechanisms.sublayer_kinds.declaration import SublayerCapability
 from arguments.mechanisms.sublayers import VARIANTS, needs_variant
 from arguments.mtp import num_mtp_depths
 from arguments.mup import width_mult
@@ -52,11 +53,23 @@ class ModelArgs:
     )
     """Number of key/value heads, with --group-query-attention."""
     window_num_query_groups: int | None = flag(
-        None, restore="always", needs="window_size", bounds=">0", most=MAX_SIZE, role="size"
+        None,
+        restore="always",
+        needs="window_size",
+        bounds=">0",
+        most=MAX_SIZE,
+        role="size",
+        demands=SublayerCapability.WINDOW_GROUPS,
     )
     """Number of key/value heads of layers with a window. Unset: --num-query-groups. A flag of this program."""
     value_channels: int | None = flag(
-        None, restore="always", needs="attention", bounds=">0", most=MAX_SIZE, role="size"
+        None,
+        restore="always",
+        needs="attention",
+        bounds=">0",
+        most=MAX_SIZE,
+        role="size",
+        demands=SublayerCapability.VALUE_WIDTH,
     )
     """Number of channels of a value head. Unset: --kv-channels, as queries and keys have. A flag of this program."""
     max_position_embeddings: int = flag(None, restore="unless given", bounds=">0", role="size")
@@ -73,11 +86,13 @@ class ModelArgs:
     """Constant added to the variance before its square root is taken."""
     layernorm_zero_centered_gamma: bool = flag(False, "--apply-layernorm-1p", restore="always", draws=(True,))
     """Store the norm's gain minus one, so that weight decay pulls it towards one."""
-    apply_residual_connection_post_layernorm: bool = flag(False, restore="always")
+    apply_residual_connection_post_layernorm: bool = flag(
+        False, restore="always", demands=SublayerCapability.NORMED_RESIDUAL
+    )
     """Take the residual after the norm instead of before it (the original transformer)."""
     pre_layernorm: bool = flag(True, off=("--disable-pre-layernorm",), restore="always")
     """Normalize the input of attention and of the feed-forward layer. A flag of this program."""
-    post_self_attn_layernorm: bool = flag(False, restore="always")
+    post_self_attn_layernorm: bool = flag(False, restore="always", demands=SublayerCapability.NORM_AFTER)
     """Normalize the output of attention before it is added to the residual stream. A flag of this program."""
     post_mlp_layernorm: bool = flag(False, restore="always")
     """Normalize the output of the feed-forward layer or of all experts before it is added to the residual stream. A
@@ -86,9 +101,9 @@ class ModelArgs:
     """Keep the residual stream in fp32."""
     qk_layernorm: bool = flag(False, restore="always", needs="attention")
     """Normalize the queries and keys of each head."""
-    qk_layernorm_all_heads: bool = flag(False, restore="always")
+    qk_layernorm_all_heads: bool = flag(False, restore="always", demands=SublayerCapability.NORMS_OF_ALL_HEADS)
     """Normalize queries over all heads together, and keys (OLMoE, MiniMax-M2), instead of each head."""
-    qk_layernorm_after_rope: bool = flag(False, restore="always")
+    qk_layernorm_after_rope: bool = flag(False, restore="always", demands=SublayerCapability.NORMS_AFTER_ROPE)
     """Normalize queries and keys after they are rotated (Hunyuan), instead of before."""
     qk_l2_norm: bool = flag(False, restore="always", needs="attention")
     """Normalize queries and keys by their length, without a learned gain (Llama 4)."""
@@ -119,7 +134,9 @@ class ModelArgs:
     """Biases in all linear layers."""
     add_qkv_bias: bool = flag(False, restore="always")
     """Add biases to the query/key/value projection only."""
-    add_attention_output_bias: bool = flag(False, restore="always", needs="attention")
+    add_attention_output_bias: bool = flag(
+        False, restore="always", needs="attention", demands=SublayerCapability.OUTPUT_BIAS
+    )
     """Add a bias to the output projection of attention, also with --disable-bias-linear (Phi-3.5-MoE). A flag of this
     program."""
     add_output_layer_bias: bool = flag(False, restore="always")
@@ -141,7 +158,11 @@ class ModelArgs:
     rotary_base: int = flag(10000, restore="always", needs=_ROTARY, bounds=">0")
     """Base of the rotary frequencies."""
     rotary_percent: float = flag(
-        1.0, restore="always", needs=(_ROTARY, "!multi_latent_attention or rope_type=rope"), bounds="(0,1]"
+        1.0,
+        restore="always",
+        needs=(_ROTARY, "!multi_latent_attention or rope_type=rope"),
+        bounds="(0,1]",
+        demands=SublayerCapability.ROTARY_PERCENT,
     )
     """Fraction of each head's channels that is rotated, above 0 and at most 1."""
     rotary_interleaved: bool = flag(False, restore="always", needs=_ROTARY)
@@ -161,9 +182,18 @@ class ModelArgs:
     Scout. A flag of this program."""
     rope_type: Literal["rope", "yarn"] | None = flag(None, restore="always", needs="multi_latent_attention")
     """Rotary kind of multi-head latent attention. Unset: yarn with MLA, rope otherwise."""
-    no_rope_freq: int | list[int] | None = flag(None, parse=layer_pattern, restore="always", needs=_ROTARY, role="size")
+    no_rope_freq: int | list[int] | None = flag(
+        None,
+        parse=layer_pattern,
+        restore="always",
+        needs=_ROTARY,
+        role="size",
+        demands=SublayerCapability.LAYERS_WITHOUT_ROPE,
+    )
     """Layers without rotary embedding: every N-th, or a pattern with 1 for each of them and 0 for the others."""
-    rotary_base_per_layer: list[float] | None = flag(None, restore="always", needs=_ROTARY, bounds=">0", role="size")
+    rotary_base_per_layer: list[float] | None = flag(
+        None, restore="always", needs=_ROTARY, bounds=">0", role="size", demands=SublayerCapability.LAYER_ROTARY_BASES
+    )
     """Base of the rotary frequencies of each layer, one number for each. Unset: --rotary-base in all."""
     window_rotary_percent: float | None = flag(None, restore="always", needs="window_size", bounds="(0,1]")
     """Fraction of each head's channels that layers with a window rotate. Unset: --rotary-percent. A flag of this
@@ -204,13 +234,23 @@ class ModelArgs:
     """Generation of FlashAttention. All compute the same function."""
     use_flash_attn: bool = flag(False, restore="never")
     """Old request for FlashAttention, which nothing reads any more."""
-    softmax_type: Literal["vanilla", "off-by-one", "learnable"] = flag("vanilla", restore="always", needs="attention")
+    softmax_type: Literal["vanilla", "off-by-one", "learnable"] = flag(
+        "vanilla", restore="always", needs="attention", demands=SublayerCapability.SINKS
+    )
     """Attention softmax: plain, with one added to the denominator, or with a learned sink per head."""
     window_size: tuple[int, int] | None = flag(
-        None, parse=int_pair, restore="always", needs="attention", bounds="any", role="size"
+        None,
+        parse=int_pair,
+        restore="always",
+        needs="attention",
+        bounds="any",
+        role="size",
+        demands=SublayerCapability.WINDOW,
     )
     """Attend to a sliding window only: LEFT,RIGHT tokens around the query; -1 is unlimited. Unset: no window."""
-    attention_chunk_size: int | None = flag(None, restore="always", needs="attention", bounds=">0", role="size")
+    attention_chunk_size: int | None = flag(
+        None, restore="always", needs="attention", bounds=">0", role="size", demands=SublayerCapability.CHUNKS
+    )
     """Cut sequences into chunks of this number of tokens, and attend to those of the query's chunk only (Llama 4).
     Unset: no chunks. A flag of this program."""
     window_attn_skip_freq: int | list[int] | None = flag(
@@ -218,7 +258,9 @@ class ModelArgs:
     )
     """Layers with full attention instead of the window or the chunks: every N-th, or a pattern with 0 for each of them
     and 1 for the others."""
-    attn_temperature_tuning: Literal["llama4", "mistral4"] | None = flag(None, restore="always", needs="attention")
+    attn_temperature_tuning: Literal["llama4", "mistral4"] | None = flag(
+        None, restore="always", needs="attention", demands=SublayerCapability.TEMPERATURE
+    )
     """Multiply queries by 1 + scale * log(1 + floor(p / floor)): p is the position plus one in layers without rotary
     positions (llama4; other layers have no factor), or the position in all layers (mistral4). Unset: no factor. A flag
     of this program."""
@@ -229,18 +271,22 @@ class ModelArgs:
     )
     """Number of positions after which --attn-temperature-tuning changes its factor. A flag of this program."""
     window_softmax_type: Literal["vanilla", "off-by-one", "learnable"] | None = flag(
-        None, restore="always", needs="window_size"
+        None, restore="always", needs="window_size", demands=SublayerCapability.WINDOW_SINKS
     )
     """Attention softmax of layers with a window. Unset: --softmax-type. A flag of this program."""
-    attention_value_scale: float | None = flag(None, restore="always", needs="attention", bounds=">0")
+    attention_value_scale: float | None = flag(
+        None, restore="always", needs="attention", bounds=">0", demands=SublayerCapability.VALUE_SCALE
+    )
     """Factor of the values that attention sums. Unset: 1. A flag of this program."""
-    head_wise_attn_gate: bool = flag(False, restore="always")
+    head_wise_attn_gate: bool = flag(False, restore="always", demands=SublayerCapability.HEAD_GATES)
     """Multiply the output of every head of latent attention by the sigmoid of one number, made of the layer's input."""
-    attention_output_gate: bool = flag(False, restore="always", needs="attention")
+    attention_output_gate: bool = flag(
+        False, restore="always", needs="attention", demands=SublayerCapability.CHANNEL_GATES
+    )
     """Multiply the attention output by a sigmoid gate of the layer's input."""
     apply_query_key_layer_scaling: bool = flag(False, restore="never")
     """Divide attention scores by the layer number and multiply them back in the softmax."""
-    qk_clip: bool = flag(False, restore="never", needs="attention")
+    qk_clip: bool = flag(False, restore="never", needs="attention", demands=SublayerCapability.QK_CLIP)
     """Rescale query and key weights when the largest attention logit passes a threshold (QK-Clip)."""
     qk_clip_alpha: float = flag(0.5, restore="never", needs="qk_clip", bounds="[0,1]")
     """Share of the rescaling that goes to the queries, above 0 and below 1; the rest goes to the keys."""
@@ -281,7 +327,9 @@ class ModelArgs:
     )
     """Constant added to the variance in the norms of the compressed queries, keys and values. Unset: --norm-epsilon,
     as in Megatron-LM. A flag of this program."""
-    mla_down_proj_fusion: bool = flag(False, restore="never", needs="q_lora_rank", role="method")
+    mla_down_proj_fusion: bool = flag(
+        False, restore="never", needs="q_lora_rank", role="method", demands=SublayerCapability.FUSED_DOWN_PROJ
+    )
     """Compute the query and key/value down projections in one GEMM, of one parameter; checkpoints have both."""
 
     # ---- linear and sparse attention
@@ -291,7 +339,12 @@ class ModelArgs:
     or short convolutions (short_conv), select keys in all layers (dsa: DeepSeek sparse attention), or attend to a
     window and to compressed keys (dsv4_hybrid: DeepSeek-V4)."""
     linear_attention_freq: int | list[int] | None = flag(
-        None, parse=layer_pattern, restore="always", needs=_MIXERS, role="size"
+        None,
+        parse=layer_pattern,
+        restore="always",
+        needs=_MIXERS,
+        role="size",
+        demands=SublayerCapability.LINEAR_LAYERS,
     )
     """Layers with linear attention or short convolutions: N keeps softmax attention in every N-th layer only, a
     pattern has 1 for each layer without it and 0 for the others."""
@@ -312,10 +365,9 @@ class ModelArgs:
     """Kimi delta attention: lower bound of the logarithm of a decay, which is then a sigmoid times the bound. Unset: no
     bound. A flag of this program."""
     hybrid_layer_pattern: str | None = flag(None, restore="always", role="size")
-    """Layers of one sublayer each, one letter per layer: M (Mamba-2), G (gated DeltaNet), * (attention), + (latent
-    attention), D (sparse latent attention), - (feed-forward), E (experts). A | begins the next pipeline stage, and a /
-    a depth of multi-token prediction, all with the same letters. Determines --num-layers, --moe-layer-freq,
-    --mtp-num-layers and the variant of attention. Unset: transformer layers."""
+    """Layers of one sublayer each, one letter per layer: {letters}. A | begins the next pipeline stage, and a / a depth
+    of multi-token prediction, all with the same letters. Determines --num-layers, --moe-layer-freq, --mtp-num-layers
+    and the variant of attention. Unset: transformer layers."""
     hybrid_override_pattern: str | None = flag(None, restore="never")
     """Deprecated spelling of --hybrid-layer-pattern."""
     mtp_hybrid_override_pattern: str | None = flag(None, restore="always")
@@ -345,7 +397,9 @@ class ModelArgs:
     """Sparse attention: compute a new selection in every N-th layer, and reuse it in the others."""
     dsa_indexer_skip_topk_offset: int = flag(0, restore="always", bounds=">=0")
     """Sparse attention: first layer that may reuse a selection."""
-    dsa_indexer_loss_coeff: float | None = flag(None, restore="to evaluate", needs=_DSA, bounds=">=0")
+    dsa_indexer_loss_coeff: float | None = flag(
+        None, restore="to evaluate", needs=_DSA, bounds=">=0", demands=SublayerCapability.INDEXER_LOSS
+    )
     """Sparse attention: weight of the indexer's KL loss. Unset or 0: the indexer does not learn."""
     dsa_indexer_warmup: bool = flag(False, restore="to evaluate", needs=_DSA)
     """Sparse attention, first stage: attention stays dense, the indexers learn from it, every other parameter is
@@ -397,7 +451,7 @@ class ModelArgs:
     """Compressed attention: rank of the output projection of a group of heads."""
 
     # ---- low-rank adapters
-    lora_dim: int | None = flag(None, restore="adapters", bounds=">0")
+    lora_dim: int | None = flag(None, restore="adapters", bounds=">0", demands=SublayerCapability.ADAPTERS)
     """LoRA: rank of the adapters, which are trained while every other parameter is frozen. Unset: none. A flag of this
     program."""
     lora_alpha: float = flag(32.0, restore="adapters", needs="lora_dim", bounds=">0")
@@ -409,7 +463,9 @@ class ModelArgs:
     linear_fc1 linear_fc2), patterns of names with dots (*.mlp.experts.*), or all-linear. A flag of this program."""
 
     # ---- multi-token prediction
-    mtp_num_layers: int | None = flag(None, restore="always", bounds=">=0", most=MAX_SIZE, role="size")
+    mtp_num_layers: int | None = flag(
+        None, restore="always", bounds=">=0", most=MAX_SIZE, role="size", demands=SublayerCapability.MTP
+    )
     """Depth of multi-token prediction: number of extra layers, which predict 2, 3, ... tokens ahead. Unset or 0:
     none."""
     mtp_loss_scaling_factor: float = flag(0.1, restore="never", needs="mtp_num_layers", bounds=">=0")
@@ -440,7 +496,7 @@ class ModelArgs:
     """Build the model without storage first, and materialize it when it is sharded."""
 
     # ---- maximal update parametrization
-    use_mup: bool = flag(False, restore="to evaluate")
+    use_mup: bool = flag(False, restore="to evaluate", demands=SublayerCapability.MUP)
     """Scale initial weights, logits and learning rates with the width (muP), so that rates tuned at one width fit
     another."""
     mup_base_hidden_size: int | None = flag(None, restore="to evaluate", needs="use_mup", bounds=">0", role="size")
@@ -459,7 +515,9 @@ class ModelArgs:
     """Multiply the embedding's output by this."""
     residual_multiplier: float = flag(1.0, restore="always", bounds=">0")
     """Multiply the output of every attention and feed-forward sublayer by this before it is added to the residual."""
-    attention_multiplier: float | None = flag(None, restore="always", bounds=">0")
+    attention_multiplier: float | None = flag(
+        None, restore="always", bounds=">0", demands=SublayerCapability.MULTIPLIER
+    )
     """Multiply attention scores by this. Unset: 1 / root of the head size."""
     logits_scaling: float = flag(1.0, restore="always", bounds=">0")
     """Divide the logits by this."""

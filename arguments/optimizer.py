@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from arguments.mechanisms.optimizer_kinds.muon import MuonArgs
 from arguments.mechanisms.optimizers import NAMES, needs_rule
+from arguments.mechanisms.sublayer_kinds.declaration import SublayerCapability
 from arguments.schema import flag
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ class CommonOptimizerArgs:
     """Deprecated way to choose the parameters without weight decay."""
     freeze_all_layers: bool = flag(False, role="update")
     """Run training batches forward only, and update no weights."""
-    freeze_backbone: bool = flag(False, needs="num_experts", role="update")
+    freeze_backbone: bool = flag(False, needs="num_experts", role="update", demands=SublayerCapability.FROZEN_BACKBONE)
     """Train the embedding, norms, routers and routed experts only, as is done to train upcycled experts
     (its --only-train-list embedding+router+mlp.experts+layernorm). A flag of this program."""
 

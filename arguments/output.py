@@ -7,6 +7,7 @@ the help text. schema.py turns fields into options.
 from dataclasses import dataclass
 from typing import Literal
 
+from arguments.mechanisms.sublayer_kinds.declaration import SublayerCapability
 from arguments.schema import flag
 
 _PLANS = "validate_only or dry_run or fake_process_group"
@@ -249,7 +250,7 @@ class OutputArgs:
     """Log the memory use that the device itself reports."""
     log_energy: bool = False
     """Log the energy per iteration."""
-    log_max_attention_logit: bool = False
+    log_max_attention_logit: bool = flag(False, demands=SublayerCapability.MAX_LOGITS)
     """Log the largest attention logit of each iteration."""
     logging_level: int | None = flag(None, bounds=">=0")
     """Level of Python's logging: 10 debug, 20 info, 30 warning, 40 error."""

@@ -9,6 +9,7 @@ from typing import Literal
 
 from arguments.flag_properties import MAX_FP32
 from arguments.mechanisms.formats import list_widths, plain_format
+from arguments.mechanisms.sublayer_kinds.declaration import SublayerCapability
 from arguments.schema import flag
 
 
@@ -83,7 +84,9 @@ class PrecisionArgs:
     """Number of overflows after which the loss scale halves."""
 
     # ---- quantized GEMMs
-    fp8: Literal["e4m3", "hybrid"] | None = flag(None, "--fp8-format", role="quantization")
+    fp8: Literal["e4m3", "hybrid"] | None = flag(
+        None, "--fp8-format", role="quantization", demands=SublayerCapability.QUANTIZED
+    )
     """Compute linear layers in fp8: e4m3 for all tensors, or hybrid with gradients in e5m2."""
     fp8_recipe: Literal["tensorwise", "delayed", "mxfp8", "blockwise", "custom"] = flag(
         "delayed", needs="fp8", role="quantization"
@@ -120,7 +123,7 @@ class PrecisionArgs:
     """Number of first layers that stay in bf16 with --first-last-layers-bf16."""
     num_layers_at_end_in_bf16: int = flag(1, needs="first_last_layers_bf16", bounds=">=0", role="quantization")
     """Number of last layers that stay in bf16 with --first-last-layers-bf16."""
-    fp4: Literal["e2m1"] | None = flag(None, "--fp4-format", role="quantization")
+    fp4: Literal["e2m1"] | None = flag(None, "--fp4-format", role="quantization", demands=SublayerCapability.QUANTIZED)
     """Compute linear layers in fp4."""
     fp4_recipe: Literal["nvfp4", "custom"] = flag("nvfp4", needs="fp4", role="quantization")
     """Method of computing fp4 scales. custom: --fp4-quantizer-factory chooses."""

@@ -25,6 +25,7 @@ TOPICS = MappingProxyType(
         "hybrid": "Hybrid models",
         "norms": "Norms",
         "attention": "Attention",
+        "sublayers": "Attention and other sublayers",
         "lora": "Low-rank adapters",
         "hyper_connections": "Hyper-connections",
         "pipeline": "Pipeline schedules",

@@ -19,6 +19,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from arguments.flag_properties import Bounds, PathUse, Restore, Role
@@ -40,6 +41,7 @@ def flag(
     restore: Restore | tuple[Restore, ...] = (),
     unset: object = None,
     needs: str | tuple[str, ...] = (),
+    demands: Enum | tuple[Enum, ...] = (),
     path: PathUse | None = None,
     role: Role | None = None,
     bounds: Bounds | None = None,
@@ -50,7 +52,8 @@ def flag(
 
     `spellings` replace the natural one; `off` are the spellings that store False; `nargs` is "*" or a count for lists
     (else "+"); `parse` reads one value; `hidden` flags are absent from --help; `needs` are the conditions without which
-    the flag has no effect, as arguments/needs.py reads them. What flag_properties.py has words for: `path` of paths;
+    the flag has no effect, as arguments/needs.py reads them; `demands` are the capabilities, at most one of every kind
+    of mechanism, that values other than the default ask for. What flag_properties.py has words for: `path` of paths;
     `role`, unless it is that of most flags of the section; `restore`, which every flag of the model, of its experts and
     of the data says, and of the others those that a checkpoint restores; `bounds` and `most`, the largest value, of
     numbers. `unset` is what a flag without a value means for the weights: a value, or the name of the flag whose value
@@ -61,6 +64,7 @@ def flag(
     metadata: dict[str, object] = {"on": spellings, "off": off, "nargs": nargs, "parse": parse, "metavar": metavar}
     metadata |= {"hidden": hidden, "restore": restore, "unset": unset, "needs": needs, "path": path, "role": role}
     metadata |= {"bounds": bounds, "most": most, "draws": draws}
+    metadata |= {"demands": (demands,) if isinstance(demands, Enum) else demands}
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -132,6 +136,7 @@ class Option:
     restore: tuple[Restore, ...]
     unset: object
     needs: tuple[str, ...]
+    demands: tuple[Enum, ...]
     path: PathUse | None
     role: Role | None
     bounds: Bounds | None
@@ -249,6 +254,7 @@ def make_option(field: dataclasses.Field, section: str) -> Option:
         restore=extra.get("restore", ()),
         unset=extra.get("unset"),
         needs=extra.get("needs", ()),
+        demands=extra.get("demands", ()),
         path=extra.get("path"),
         role=extra.get("role") or _ROLE_OF_SECTION.get(section),
         bounds=extra.get("bounds"),

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from arguments.flag_properties import MAX_SAMPLES
+from arguments.mechanisms.sublayer_kinds.declaration import SublayerCapability
 from arguments.schema import flag
 
 _COUNT_SUFFIXES = MappingProxyType({"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12})
@@ -201,7 +202,7 @@ class TrainingArgs:
     """Number of layers whose activations are offloaded to the host; 0: none."""
     cpu_offloading_retain_pinned_cpu_buffers: bool = False
     """Retain the pinned host buffers."""
-    fine_grained_activation_offloading: bool = flag(False, role="method")
+    fine_grained_activation_offloading: bool = flag(False, role="method", demands=SublayerCapability.OFFLOAD)
     """Offload the saved tensors of the modules in --offload-modules to the host."""
     offload_modules: list[str] = flag([], needs="fine_grained_activation_offloading", role="method")
     """Modules of a layer to offload with --fine-grained-activation-offloading."""
@@ -225,7 +226,9 @@ class TrainingArgs:
     """Largest number of transfers to the host at a time. Unset: no limit."""
 
     # ---- CUDA graphs
-    cuda_graph_impl: Literal["none", "local", "transformer_engine", "full_iteration"] = flag("none", role="runtime")
+    cuda_graph_impl: Literal["none", "local", "transformer_engine", "full_iteration"] = flag(
+        "none", role="runtime", demands=SublayerCapability.GRAPHS
+    )
     """Capture modules or layers as CUDA graphs, or the full iteration as one."""
     cuda_graph_modules: list[str] = flag([], needs="cuda_graph_impl", role="runtime")
     """Modules of a layer to capture. Unset: full layers."""

@@ -29,6 +29,8 @@ from arguments.mechanisms.optimizer_kinds.declaration import OptimizerCapability
 from arguments.mechanisms.optimizers import OPTIMIZERS
 from arguments.mechanisms.selection_kinds.declaration import RoutingCapability
 from arguments.mechanisms.selections import SELECTIONS
+from arguments.mechanisms.sublayer_kinds.declaration import SublayerCapability
+from arguments.mechanisms.sublayers import SUBLAYERS
 from arguments.mechanisms.support import Mechanism, Rejected, support_among
 from moe_trainer.drawing.load_map import Panel, load_map
 from moe_trainer.drawing.markdown import markdown_table
@@ -241,6 +243,7 @@ class Kind(NamedTuple):
 KINDS = (
     Kind("Token dispatchers", SELECTABLE, Capability),
     Kind("Selections of experts", SELECTIONS, RoutingCapability),
+    Kind("Sublayers", SUBLAYERS, SublayerCapability),
     Kind("Optimizers", OPTIMIZERS, OptimizerCapability),
     Kind("Formats of quantized GEMMs", QUANTIZED, FormatCapability),
 )
@@ -263,7 +266,7 @@ def capability_table(kind: Kind) -> str:
 
     columns = ("", *(each.name for each in kind.mechanisms))
     mentions = (with_flags(each.mention).replace(" and ", "` and `") for each in kind.mechanisms)
-    selecting = ("selected by", *(f"`{mention}`" for mention in mentions))
+    selecting = ("selected by", *(f"`{mention}`" if mention else "no flag" for mention in mentions))
     rows = [(each.value, *(cell(mechanism, each) for mechanism in kind.mechanisms)) for each in kind.capabilities]
     lines = markdown_table(columns, [selecting, *rows])
     return "\n".join([*lines, "", *(f"{number}. {reason}" for reason, number in reasons.items())])

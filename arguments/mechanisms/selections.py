@@ -2,8 +2,8 @@
 
 `get_selection` is the only place that reads the flags that select. The module of a selection is
 moe_trainer/moe/selections/<key>.py, with `make_selection` and a class whose `declaration` it is. A declaration, in
-selection_kinds/, states for every `RoutingCapability` that it acts, that the flags that demand it are rejected and why,
-or that they have no effect and why.
+selection_kinds/, states for every `RoutingCapability` that it acts, that the flags that demand it are rejected and
+why, or that they have no effect and why.
 """
 
 from collections.abc import Mapping

@@ -33,6 +33,8 @@ SUBLAYERS: tuple[Sublayer, ...] = (
     EXPERTS,
 )
 BY_LETTER = MappingProxyType({each.letter: each for each in SUBLAYERS if each.letter})
+LATENT_LETTERS = tuple(letter for letter, each in BY_LETTER.items() if each.reads_latents)
+VARIANT_LETTERS = MappingProxyType({letter: each.variant for letter, each in BY_LETTER.items() if each.variant})
 UNBUILT_VARIANTS = tuple(value for each in SUBLAYERS for value in each.unbuilt_variants)
 OLD_VARIANTS = MappingProxyType({(VARIANT, old): str(each.variant) for each in SUBLAYERS for old in each.old_variants})
 """(destination, old value) -> its new name."""
@@ -44,6 +46,12 @@ _OTHERS = tuple(str(each.variant) for each in _NAMED if not each.is_upstream)
 VARIANTS = (*_UPSTREAM, *tuple(old for _, old in OLD_VARIANTS), *_OTHERS)
 """Values of --experimental-attention-variant, in Megatron-LM's order."""
 _UNBUILT = MappingProxyType({value: each for each in SUBLAYERS for value in each.unbuilt_variants})
+
+
+def list_letters() -> str:
+    """Return the letters of --hybrid-layer-pattern, with what they stand for."""
+    *first, last = (each.lettered for each in BY_LETTER.values())
+    return f"{', '.join(first)} or {last}"
 
 
 def find_variant(value: object) -> Sublayer:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class Mechanism(Generic[C]):
     """What declarations of all kinds of mechanisms have.
 
     Attributes:
+        modules: package of the modules of its kind.
         key: unlike that of all others of the kind; name of its module.
         name: name in messages and in the manual.
         mention: the flag that asks for it, with its value, as a template of Settings.violation.
@@ -37,6 +38,7 @@ class Mechanism(Generic[C]):
         asked_by: the capability of others that flags demand when they ask for it, which is then up to both.
     """
 
+    modules: ClassVar[str]
     key: str
     name: str
     mention: str

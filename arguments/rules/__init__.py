@@ -46,6 +46,7 @@ from arguments.rules import (
     router,
     sft,
     sizes,
+    sublayers,
     training,
 )
 from arguments.rules.derived import derived
@@ -69,6 +70,7 @@ AREAS = (
     mup,
     norms,
     attention,
+    sublayers,
     *tuple(_rules_of(SUBLAYERS)),
     lora,
     hyper_connections,

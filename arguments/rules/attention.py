@@ -60,13 +60,7 @@ def check_mla_without_gqa(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
         )
 
 
-def limit_output_gate(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
-    yield Limit(
-        s.multi_latent_attention and s.attention_output_gate,
-        "{attention_output_gate} cannot be combined with {multi_latent_attention}: the gate is part of the fused "
-        "projection of queries, keys and values, which latent attention does not have. "
-        "{head_wise_attn_gate:flag} gates its heads.",
-    )
+def limit_head_gates(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     yield Limit(
         s.head_wise_attn_gate and not s.multi_latent_attention,
         "{head_wise_attn_gate} needs {multi_latent_attention:flag}. Grouped attention has "
@@ -114,14 +108,8 @@ def check_qk_clip_alpha(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
 
 
 def limit_attention_multiplier(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
-    scaled = s.attention_multiplier is not None
     yield Limit(
-        scaled and s.multi_latent_attention,
-        "{attention_multiplier:flag} cannot be combined with {multi_latent_attention:flag}, whose scores are divided "
-        "by the root of the key size.",
-    )
-    yield Limit(
-        scaled and s.use_mup,
+        s.attention_multiplier is not None and s.use_mup,
         "{attention_multiplier:flag} cannot be combined with {use_mup:flag}, whose factor of scores follows from "
         "{mup_attn_scale_power:flag}.",
     )
@@ -155,14 +143,7 @@ def check_kinds_of_head_norms(s: Settings, _f: DerivedSizes) -> Iterator[Violati
             yield s.violation("{:flag} needs {qk_layernorm:flag}.", dest)
 
 
-def limit_window_and_value_heads(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
-    """List what heads that differ in windows, and values of another width, are not built for."""
-    for dest in ("window_num_query_groups", "window_softmax_type", "value_channels", "attention_value_scale"):
-        yield Limit(
-            getattr(s, dest) is not None and s.multi_latent_attention,
-            "{:flag} cannot be combined with {multi_latent_attention:flag}: its keys and values come from latents.",
-            (dest,),
-        )
+def limit_value_heads(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     yield Limit(
         s.value_channels is not None and s.attention_output_gate,
         "{value_channels:flag} cannot be combined with {attention_output_gate:flag}: gates have the width of queries.",
@@ -171,13 +152,6 @@ def limit_window_and_value_heads(s: Settings, _f: DerivedSizes) -> Iterator[Limi
 
 def limit_biases(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     """List what biases of two layers alone are not built for."""
-    for dest in ("multi_latent_attention", VARIANT):
-        yield Limit(
-            s.add_attention_output_bias and bool(getattr(s, dest)),
-            "{add_attention_output_bias:flag} cannot be combined with {:flag}: it is built for softmax attention "
-            "alone.",
-            (dest,),
-        )
     for dest, reason in (
         (OUTPUT_LAYER, "a quantized output layer has no bias"),
         ("defer_embedding_wgrad_compute", "the gradients of weight and bias are computed at once"),
@@ -193,12 +167,6 @@ def limit_biases(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
 
 
 def limit_norm_after_rope(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
-    """List what norms after the rotation are not built for."""
-    yield Limit(
-        s.qk_layernorm_after_rope and s.multi_latent_attention,
-        "{qk_layernorm_after_rope:flag} cannot be combined with {multi_latent_attention:flag}, whose norms are of "
-        "latents.",
-    )
     yield Limit(
         s.qk_layernorm_after_rope and s.qk_layernorm_all_heads,
         "{qk_layernorm_after_rope:flag} cannot be combined with {qk_layernorm_all_heads:flag}.",
@@ -207,11 +175,6 @@ def limit_norm_after_rope(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
 
 def limit_norm_of_all_heads(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
     """List what norms over all heads are not built for."""
-    yield Limit(
-        s.qk_layernorm_all_heads and s.multi_latent_attention,
-        "{qk_layernorm_all_heads:flag} cannot be combined with {multi_latent_attention:flag}, whose norms are of "
-        "latents.",
-    )
     yield Limit(
         s.qk_layernorm_all_heads and s.normalization != "RMSNorm",
         "{qk_layernorm_all_heads:flag} cannot be combined with {normalization}: only root mean squares are summed over "

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 
-from arguments.layer_pattern import ATTENTION, MAMBA, MLP, MOE, STAGE
+from arguments.layer_pattern import STAGE
 from arguments.mechanisms.optimizer_kinds.declaration import OptimizerCapability
 from arguments.mechanisms.optimizers import OPTIMIZERS, get_optimizer
 from arguments.mechanisms.selections import SELECTIONS, SPLITS, expert_split
-from arguments.mechanisms.sublayers import VARIANT, relative_of
+from arguments.mechanisms.sublayer_kinds.declaration import SublayerCapability
+from arguments.mechanisms.sublayers import BY_LETTER, VARIANT, relative_of
 from arguments.mechanisms.support import keys_with
 from arguments.mtp import DEPTH
 from arguments.rules.derived_sizes import DerivedSizes, divides, positive, quotient
@@ -21,6 +22,12 @@ DUMPS = (
 )
 
 
+STORED_LETTERS = tuple(
+    letter
+    for letter, each in BY_LETTER.items()
+    if each.supports(SublayerCapability.LEGACY_FORMAT) and not each.reads_latents
+)
+"""Layers of hybrid models with places in the torch format, which has latent attention in transformer layers only."""
 UNKNOWN_TO_UPCYCLING = (
     ("quick_geglu", "knows the activations gelu, swiglu and squared relu"),
     ("glu_linear_offset", "knows the activations gelu, swiglu and squared relu"),
@@ -95,7 +102,7 @@ def check_override_iteration(s: Settings, _f: DerivedSizes) -> Iterator[Violatio
 
 def limit_legacy_format(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     stored = " and ".join(keys_with(OPTIMIZERS, OptimizerCapability.LEGACY_FORMAT))
-    has_places = relative_of(s).has_legacy_places
+    has_places = relative_of(s).supports(SublayerCapability.LEGACY_FORMAT)
     for dest in ("ckpt_format", "ckpt_convert_format"):
         is_legacy = getattr(s, dest) == "torch"
         yield Limit(
@@ -123,9 +130,9 @@ def limit_legacy_format(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
             (dest, dest),
         )
         yield Limit(
-            is_legacy and not letters <= {MAMBA, ATTENTION, MLP, MOE, STAGE, DEPTH},
-            "{:flag} torch has no known places for other layers of {hybrid_layer_pattern:flag} than M, *, - and E; "
-            "use {:flag} torch_dist.",
+            is_legacy and not letters <= {*STORED_LETTERS, STAGE, DEPTH},
+            "{:flag} torch has no known places for other layers of {hybrid_layer_pattern:flag} than "
+            f"{' '.join(STORED_LETTERS)}; use {{:flag}} torch_dist.",
             (dest, dest),
         )
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from arguments.layer_pattern import OVERLAPPING_RATIO
-from arguments.mechanisms.formats import FLAGS
+from arguments.mechanisms.sublayer_kinds.declaration import SublayerCapability
 from arguments.mechanisms.sublayers import COMPRESSED_ATTENTION, VARIANT, variant_of
 from arguments.rules.derived_sizes import DerivedSizes, divides, positive
 from arguments.rules.sparse_attention import INDEXER_FLAGS, find_indexer_violations
@@ -11,33 +11,8 @@ from arguments.settings import Limit, Settings, Violation
 
 _MENTION = COMPRESSED_ATTENTION.mention
 _EXCLUDED = (
-    ("dsa_indexer_loss_coeff", "its indexers do not learn yet"),
-    ("softmax_type", "every head has a learned sink already"),
-    ("window_size", "--csa-window-size has the window of all layers"),
-    ("attention_chunk_size", "--csa-window-size has the window of all layers"),
-    ("attn_temperature_tuning", "its queries are normalized"),
-    ("no_rope_freq", "compressed keys need positions"),
-    ("rotary_base_per_layer", "--csa-compress-rotary-base is that of layers with compressed keys"),
-    ("rotary_percent", "--qk-pos-emb-head-dim channels are rotated"),
-    ("qk_clip", "it rescales weights of keys that have no values of their own here"),
-    ("log_max_attention_logit", "the logits of compressed keys are not tracked"),
-    ("linear_attention_freq", "every layer has this attention"),
-    ("mla_down_proj_fusion", "its down-projections are separate"),
-    ("head_wise_attn_gate", "its outputs have no gates"),
-    ("mtp_num_layers", "prediction layers have one rotary embedding, that of the model"),
-    ("lora_dim", "adapters are not planned for its projections"),
-    ("use_mup", "nothing scales its compressors"),
-    ("freeze_backbone", "its compressors are neither norms nor projections"),
-    ("cuda_graph_impl", "its blocks are not captured"),
-    *tuple((flags.name, "its compressors are computed in high precision only") for flags in FLAGS),
-    ("reset_attention_mask", "compressed keys would join documents"),
-    ("dataloader_inter_document_masking", "compressed keys would join documents"),
-    ("use_varlen_dataset", "compressed keys would join samples"),
-    ("sft", "compressed keys would join samples"),
-    ("fine_grained_activation_offloading", "single parts are not offloaded"),
     ("use_torch_fsdp2", "parameters of compressors are not sharded so"),
     ("use_megatron_fsdp", "parameters of compressors are not sharded so"),
-    ("moe_use_upcycling", "there is no dense model of such layers"),
 )
 
 
@@ -92,16 +67,15 @@ def _check_ratios(s: Settings) -> Iterator[Violation]:
 def limit_compressed_attention(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
     is_on = variant_of(s).compresses_keys
     for dest, why in _EXCLUDED:
-        is_given = s.values[dest] != s.default(dest)
-        yield Limit(is_on and is_given, f"{_MENTION} cannot be combined with {{}}: {why}.", (dest,))
+        yield Limit(is_on and s.values[dest], f"{_MENTION} cannot be combined with {{}}: {why}.", (dest,))
     yield Limit(
         is_on and s.add_bias_linear, f"{_MENTION} needs {{add_bias_linear:flag}}: its projections have no biases."
     )
     yield Limit(is_on and s.attention_dropout, f"{_MENTION} needs {{attention_dropout:flag}} 0: its blocks have none.")
     yield Limit(
         is_on and f.largest_cp > 1,
-        f"{_MENTION} cannot be combined with {{context_parallel_size:flag}}: compressed keys join tokens of several "
-        "ranks.",
+        f"{_MENTION} cannot be combined with {{context_parallel_size:flag}}: "
+        f"{COMPRESSED_ATTENTION.reason(SublayerCapability.CONTEXT_PARALLEL)}.",
     )
     yield Limit(
         is_on and s.recompute_granularity == "selective" and "mla_up_proj" in (s.recompute_modules or ()),

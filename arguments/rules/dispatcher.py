@@ -78,8 +78,8 @@ def note_library_padding(s: Settings, f: DerivedSizes) -> None:
     if f.experts and getattr(s, dest) and dispatcher.ignores(Capability.QUANTIZED_PADDING) and f.ep * f.etp > 1:
         s.note(
             f"{s.flag(dest if s.given(dest) else 'moe_router_padding_for_fp8')}: "
-            f"{dispatcher.reason(Capability.QUANTIZED_PADDING)}, so experts are not padded with further tokens; GEMMs "
-            "that need padding use zeros."
+            f"{dispatcher.reason(Capability.QUANTIZED_PADDING)}, so experts are not padded with further "
+            "tokens; GEMMs that need padding use zeros."
         )
 
 

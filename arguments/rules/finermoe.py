@@ -6,9 +6,10 @@ effect on that choice is not defined (other groups, other scores) are rejected.
 
 from collections.abc import Iterator
 
+from arguments.demands import demands
 from arguments.mechanisms.placement_kinds.declaration import PlacementCapability
 from arguments.mechanisms.placements import rejected_flags
-from arguments.mechanisms.selection_kinds.declaration import DEMANDED_BY, RoutingCapability
+from arguments.mechanisms.selection_kinds.declaration import RoutingCapability
 from arguments.mechanisms.selection_kinds.finermoe import (
     BALANCED_BY,
     CANDIDATES,
@@ -122,7 +123,7 @@ def limit_finermoe(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     is_on, dest = _is_finermoe(s), SLICES if s.given(SLICES) and not s.given(CUTS) else CUTS
     routing = tuple(
         (other, FINERMOE.reason(capability))
-        for other, capability in DEMANDED_BY.items()
+        for other, capability in demands(RoutingCapability).items()
         if FINERMOE.rejects(capability) and capability is not RoutingCapability.REPLAY
     )
     for other, why in (*routing, *rejected_flags(PlacementCapability.OUTPUT_SLICES), *EXCLUDED):

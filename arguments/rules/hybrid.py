@@ -13,7 +13,17 @@ from arguments.layer_pattern import (
     hybrid_letters,
     letter_flags,
 )
-from arguments.mechanisms.sublayers import BY_LETTER, VARIANT
+from arguments.mechanisms.sublayers import (
+    BY_LETTER,
+    GATED_DELTA_NET,
+    LATENT_ATTENTION,
+    LATENT_LETTERS,
+    SOFTMAX_ATTENTION,
+    SPARSE_ATTENTION,
+    VARIANT,
+    VARIANT_LETTERS,
+    list_letters,
+)
 from arguments.mtp import DEPTH, mtp_depths, mtp_letters
 from arguments.rules.derived_sizes import DerivedSizes, divides, positive
 from arguments.rules.layout_grammar import MTP
@@ -76,7 +86,8 @@ def resolve_hybrid_layers(s: Settings, _f: DerivedSizes) -> None:
         s.set_derived("pipeline_model_parallel_layout", f"E{layout}{ahead}L", "from | of --hybrid-layer-pattern")
     for dest, value in letter_flags(pattern, s.position_embedding_type).items():
         if dest == "position_embedding_type":
-            s.note(f"{s.shown(dest)}: layers D and + of --hybrid-layer-pattern rotate all the same, by --rope-type.")
+            latents = " and ".join(LATENT_LETTERS)
+            s.note(f"{s.shown(dest)}: layers {latents} of --hybrid-layer-pattern rotate all the same, by --rope-type.")
         if dest != VARIANT or s.values[dest] is None:  # another one is rejected
             s.set_derived(dest, value, "the letters of --hybrid-layer-pattern")
 
@@ -99,9 +110,8 @@ def check_hybrid_pattern(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     unknown = "".join(dict.fromkeys(letter for letter in letters if letter not in BY_LETTER))
     if unknown or not decoder:
         yield s.violation(
-            "{hybrid_layer_pattern} must have one letter per layer{unknown}: M (Mamba-2), G (gated DeltaNet), * "
-            "(attention), D (sparse latent attention), + (latent attention), - (feed-forward) or E (experts), | "
-            "between pipeline stages, and / before each depth of multi-token prediction.",
+            f"{{hybrid_layer_pattern}} must have one letter per layer{{unknown}}: {list_letters()}, {STAGE} between "
+            f"pipeline stages, and {DEPTH} before each depth of multi-token prediction.",
             unknown=f", not {unknown!r}" if unknown else " of the decoder",
         )
     other = next((depth for depth in mtp_depths(pattern) if depth != inside), None)
@@ -123,11 +133,14 @@ def check_hybrid_pattern(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
             "are on the last stage."
         )
     if ATTENTION in letters and _has_latents(letters):
-        yield s.violation("{hybrid_layer_pattern} has both * and latent attention (D or +): a model has one of them.")
+        yield s.violation(
+            f"{{hybrid_layer_pattern}} has both {ATTENTION} and latent attention ({' or '.join(LATENT_LETTERS)}): a "
+            "model has one of them."
+        )
     if MOE in letters and not s.num_experts:
-        yield s.violation("{hybrid_layer_pattern} has layers of experts (E): it needs {num_experts:flag}.")
+        yield s.violation(f"{{hybrid_layer_pattern}} has layers of experts ({MOE}): it needs {{num_experts:flag}}.")
     if s.num_experts and MOE not in letters:
-        yield s.violation("{hybrid_layer_pattern} has no layer of experts (E), but {num_experts} is given.")
+        yield s.violation(f"{{hybrid_layer_pattern}} has no layer of experts ({MOE}), but {{num_experts}} is given.")
     if MAMBA in letters:
         yield from _head_problems(s, f)
         low, high = s.mamba_step_size_min, s.mamba_step_size_max
@@ -169,24 +182,17 @@ def limit_hybrid_layers(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
     letters = hybrid_letters(pattern) + mtp_letters(pattern)
     yield Limit(
         SPARSE in letters and (DELTA_NET in letters or LATENT in letters),
-        "{hybrid_layer_pattern:flag} cannot have D (sparse attention) with G (gated DeltaNet) or + (latent "
-        "attention): all layers with attention have one --experimental-attention-variant.",
+        f"{{hybrid_layer_pattern:flag}} cannot have {SPARSE_ATTENTION.lettered} with {GATED_DELTA_NET.lettered} or "
+        f"{LATENT_ATTENTION.lettered}: all layers with attention have one --experimental-attention-variant.",
         kind="later",
     )
     yield Limit(
         pattern and s.multi_latent_attention and not _has_latents(letters),
-        "{hybrid_layer_pattern:flag} cannot be combined with {multi_latent_attention:flag}: * is grouped-query "
-        "attention, + latent attention.",
+        f"{{hybrid_layer_pattern:flag}} cannot be combined with {{multi_latent_attention:flag}}: {ATTENTION} is "
+        f"{SOFTMAX_ATTENTION.name}, {LATENT} {LATENT_ATTENTION.name}.",
     )
     yield Limit(
         pattern and s.values[VARIANT] != letter_flags(pattern, None).get(VARIANT),
-        f"{{hybrid_layer_pattern:flag}} cannot be combined with {{{VARIANT}:flag}}: its letters G and D select gdn and "
-        "dsa.",
+        f"{{hybrid_layer_pattern:flag}} cannot be combined with {{{VARIANT}:flag}}: its letters "
+        f"{' and '.join(VARIANT_LETTERS)} select {' and '.join(map(str, VARIANT_LETTERS.values()))}.",
     )
-    for dest in ("post_self_attn_layernorm", "apply_residual_connection_post_layernorm"):
-        yield Limit(
-            MAMBA in letters and getattr(s, dest),
-            "{:flag} cannot be combined with Mamba layers (M of {hybrid_layer_pattern:flag}), which have one norm, and "
-            "their input as residual.",
-            (dest,),
-        )

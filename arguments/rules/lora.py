@@ -6,7 +6,9 @@ from arguments.lora import ALL_LINEAR, LINEARS, is_lora_target
 from arguments.mechanisms.formats import FLAGS
 from arguments.mechanisms.placement_kinds.declaration import PlacementCapability
 from arguments.mechanisms.placements import rejected_flags
-from arguments.mechanisms.sublayers import SPARSE_ATTENTION, VARIANT, variant_of
+from arguments.mechanisms.sublayer_kinds.declaration import SublayerCapability
+from arguments.mechanisms.sublayers import SUBLAYERS, VARIANT, variant_of
+from arguments.mechanisms.support import rejecting
 from arguments.rules.derived_sizes import DerivedSizes, as_list
 from arguments.settings import Limit, Settings, Violation
 
@@ -63,9 +65,9 @@ def limit_lora(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
         "{lora_dropout:flag} cannot be combined with {mlp_chunks_for_training}: chunks draw no random numbers.",
         ("mlp_chunks_for_training",),
     )
-    yield Limit(
-        has_dropout and variant_of(s) is SPARSE_ATTENTION,
-        f"{{lora_dropout:flag}} cannot be combined with {SPARSE_ATTENTION.mention}: it multiplies by the weights of "
-        "latents directly, where an adapter has no input.",
-        (VARIANT,),
-    )
+    for each, rejected in rejecting(SUBLAYERS, SublayerCapability.ADAPTER_DROPOUT):
+        yield Limit(
+            has_dropout and variant_of(s) is each,
+            f"{{lora_dropout:flag}} cannot be combined with {each.mention}: {rejected.reason}.",
+            (VARIANT,),
+        )

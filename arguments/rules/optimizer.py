@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from arguments.mechanisms.formats import FLAGS
 from arguments.mechanisms.optimizer_kinds.declaration import OptimizerCapability
 from arguments.mechanisms.optimizers import OPTIMIZERS, get_optimizer
-from arguments.mechanisms.sublayers import VARIANT
 from arguments.mechanisms.support import keys_with
 from arguments.rules.derived_sizes import DerivedSizes
 from arguments.settings import Limit, Settings, Violation
@@ -23,10 +22,8 @@ NOT_WITH_FROZEN_BACKBONE = (
     ("cuda_graph_impl", "no graph has captured layers with frozen weights yet"),
     ("use_transformer_engine_op_fuser", "its fused experts are not tested next to frozen weights"),
     ("qk_clip", "it scales weights, which are frozen"),
-    ("multi_latent_attention", "its norms belong to frozen projections"),
-    (VARIANT, "its small parameters are neither norms nor projections"),
     ("mtp_num_layers", "its projections are neither backbone nor experts"),
-    ("hybrid_layer_pattern", "its Mamba layers are not sorted into backbone and rest"),
+    ("hybrid_layer_pattern", "its layers are not sorted into backbone and rest"),
 )
 
 

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from types import MappingProxyType
 
+from arguments.demands import demands
 from arguments.mechanisms.selection_kinds.declaration import (
     BALANCING,
-    DEMANDED_BY,
     UPSTREAM,
     DeclaredSelection,
     RoutingCapability,
@@ -200,7 +200,7 @@ def check_selecting_balancing_coeff(s: Settings, f: DerivedSizes) -> Iterator[Vi
 def check_selections(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     """Check what selections reject in Megatron-LM too."""
     for each in named_selections(s) if f.experts else ():
-        for dest, capability in DEMANDED_BY.items():
+        for dest, capability in demands(RoutingCapability).items():
             if each.capabilities[capability] is UPSTREAM and getattr(s, dest):
                 yield s.violation(f"{each.mention} cannot be combined with {{}}.", dest)
 
@@ -220,7 +220,7 @@ def limit_selections(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
 
 def _rejected_flags(selection: DeclaredSelection) -> Iterator[tuple[str, RoutingCapability]]:
     """Yield what this program rejects, by destination."""
-    for dest, capability in DEMANDED_BY.items():
+    for dest, capability in demands(RoutingCapability).items():
         if selection.rejects(capability) and selection.capabilities[capability] is not UPSTREAM:
             yield dest, capability
 

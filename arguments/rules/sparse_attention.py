@@ -12,15 +12,6 @@ WARMUP, COEFF = "dsa_indexer_warmup", "dsa_indexer_loss_coeff"
 FORM = "dsa_attention_form"
 INDEXER_FLAGS = ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk")
 ALLGATHER = ("allgather", "all_gather")
-NOT_BUILT = (
-    ("qk_clip", "it reads the logits of all keys, not of the selected ones"),
-    ("log_max_attention_logit", "it reads the logits of all keys, not of the selected ones"),
-    ("softmax_type", "the loss of the indexers has no place for an attention sink"),
-    ("window_size", "the indexers select the keys"),
-    ("attention_chunk_size", "the indexers select the keys"),
-    ("linear_attention_freq", "every layer has an indexer"),
-    ("cuda_graph_impl", "the loss of the indexers is recorded outside of graphs"),
-)
 FROZEN = (
     ("use_torch_fsdp2", "it shards parameters that do not change"),
     ("use_megatron_fsdp", "it shards parameters that do not change"),
@@ -55,13 +46,6 @@ def note_indexers_without_loss(s: Settings, _f: DerivedSizes) -> None:
 # Checks.
 
 
-def _limit_each(s: Settings, is_on: bool, what: str, others: tuple[tuple[str, str], ...]) -> Iterator[Limit]:
-    for other, why in others:
-        yield Limit(
-            is_on and s.values[other] != s.default(other), f"{what} cannot be combined with {{}}: {why}.", (other,)
-        )
-
-
 def check_sparse_attention(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     if not variant_of(s).selects_keys:
         return
@@ -74,10 +58,10 @@ def check_sparse_attention(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
 
 
 def limit_sparse_attention(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
-    is_on = variant_of(s).selects_keys
-    yield from _limit_each(s, is_on, SPARSE_ATTENTION.mention, NOT_BUILT)
     yield Limit(
-        is_on and f.largest_cp > 1 and any(kind not in ALLGATHER for kind in as_list(s.cp_comm_type)),
+        variant_of(s).selects_keys
+        and f.largest_cp > 1
+        and any(kind not in ALLGATHER for kind in as_list(s.cp_comm_type)),
         f"{SPARSE_ATTENTION.mention} with {{context_parallel_size}} needs {{cp_comm_type:flag}} allgather in every "
         "layer: a query selects among the keys of the full sequence.",
     )
@@ -127,4 +111,6 @@ def check_warmup(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
 
 
 def limit_warmup(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
-    yield from _limit_each(s, s.dsa_indexer_warmup, f"{{{WARMUP}}}", FROZEN)
+    for other, why in FROZEN:
+        applies = s.dsa_indexer_warmup and s.values[other] != s.default(other)
+        yield Limit(applies, f"{{{WARMUP}}} cannot be combined with {{}}: {why}.", (other,))

@@ -166,7 +166,7 @@ def find_apex() -> Finding:
 
 def find_dispatch_libraries() -> list[Finding]:
     """Check the libraries of dispatchers, of which several share one package name."""
-    from moe_trainer.moe.dispatch.select import load_module
+    from moe_trainer.declared_module import load_module
 
     cost = "--moe-token-dispatcher-type flex falls back to alltoall, or is an error if given on the command line"
     found: list[Finding] = []

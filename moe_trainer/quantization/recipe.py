@@ -1,10 +1,10 @@
 """Quantization recipes: how each operand of the three GEMMs of a linear layer is quantized (gemms.py)."""
 
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
-from arguments.mechanisms.formats import QUANTIZED
+from arguments.mechanisms.formats import BY_KEY, QUANTIZED
+from moe_trainer.declared_module import load_module
 from moe_trainer.quantization.quantize import E4M3, E5M2, NumberFormat, Scaling
 from moe_trainer.quantization.stored_weight import StoredWeight
 
@@ -79,5 +79,4 @@ def make_recipe(
     keys = [each.key for each in QUANTIZED if not each.is_custom]
     if name not in keys:
         raise ValueError(f"no recipe {name!r}: {', '.join(keys[:-1])} or {keys[-1]}")
-    module = import_module(f"moe_trainer.quantization.formats.{name}")
-    return module.make_recipe(RecipeOptions(E5M2 if hybrid else E4M3, wgrad, delayed))
+    return load_module(BY_KEY[name]).make_recipe(RecipeOptions(E5M2 if hybrid else E4M3, wgrad, delayed))

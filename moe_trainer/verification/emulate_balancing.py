@@ -103,9 +103,7 @@ class GlobalBalance:
             self._pending.clear()
         return grad_TE
 
-    def _others(
-        self, logits_TE: Tensor, shape: torch.Size, choice: Choice | None, valid: ValidTokens | None
-    ) -> Tensor:
+    def _others(self, logits_TE: Tensor, shape: torch.Size, choice: Choice | None, valid: ValidTokens | None) -> Tensor:
         router, settings = self.router, self.router.loss_settings
         others = {**settings.coefficients, GLOBAL_LOSS: 0.0}
         router.loss_settings = replace(settings, coefficients=others)

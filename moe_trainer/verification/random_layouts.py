@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from arguments.container import OPTIONS
+from arguments.demands import demands
 from arguments.mechanisms.dispatchers import (
     ALLTOALL,
     BACKEND,
@@ -26,7 +27,6 @@ from arguments.mechanisms.optimizer_kinds.declaration import OptimizerCapability
 from arguments.mechanisms.optimizers import find_optimizer
 from arguments.mechanisms.selection_kinds.declaration import (
     BALANCING,
-    DEMANDED_BY,
     DeclaredSelection,
     ExpertSplit,
     RoutingCapability,
@@ -255,7 +255,7 @@ def _router(rng: random.Random) -> dict[str, Any]:
 
 def _drawn_balancing(rng: random.Random, selection: DeclaredSelection, values: dict[str, Any]) -> dict[str, Any]:
     """Draw a kind of balancing that has flags sometimes, if the model allows it."""
-    excluded_by = [dest for dest, capability in DEMANDED_BY.items() if selection.rejects(capability)]
+    excluded_by = [dest for dest, capability in demands(RoutingCapability).items() if selection.rejects(capability)]
     if selection.rejects(RoutingCapability.CAPACITY):
         excluded_by.append("moe_expert_capacity_factor")
     if any(values.get(dest) for dest in excluded_by) or not _chance(rng, 0.2):

@@ -20,7 +20,7 @@ READ_BY_ARGUMENTS = {
 """Read while the command line is resolved (parse.py, apply_flag_status.py, checkpoint_args.py, report.py, rules/) or when the
 environment is set (machine.py)."""
 USED_BY_THE_PROGRAM = (
-    "blend layer_pattern mechanisms/dispatchers mechanisms/selection_kinds/hash_routing mup sparse_attention stage_layout "
+    "blend layer_pattern mechanisms/dispatchers mechanisms/dispatcher_kinds/declaration mechanisms/selection_kinds/hash_routing mup sparse_attention stage_layout "
     "stored_weights vocabulary".split()
 )
 """Modules of `arguments` that compute what the model is built from, and where its data are."""

@@ -127,3 +127,9 @@ def test_every_flag_that_acts_says_what_it_is_for():
 @pytest.mark.parametrize(("name", "words"), [("role", Role), ("path", PathUse), ("bounds", Bounds)])
 def test_properties_of_flags_are_known_words_and_each_is_used(name, words):
     assert {getattr(option, name) for option in OPTIONS.values()} - {None} == set(get_args(words))
+
+
+def test_a_flag_demands_one_capability_of_a_kind_at_most():
+    """Rules read one for each flag."""
+    kinds = {dest: [type(each) for each in option.demands] for dest, option in OPTIONS.items()}
+    assert any(kinds.values()) and not [dest for dest, found in kinds.items() if len(set(found)) < len(found)]

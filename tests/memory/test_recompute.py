@@ -22,11 +22,11 @@ from memory.one_pass import (
 )
 
 from arguments.mechanisms.selections import SELECTING, SELECTIONS
+from moe_trainer.declared_module import load_module
 from moe_trainer.memory.activations import ActivationPolicy
 from moe_trainer.model.sequence_borders import SequenceBorders
 from moe_trainer.moe.receive import capacity
 from moe_trainer.moe.selections import sinkhorn as sinkhorn_module
-from moe_trainer.moe.selections.build import load_module
 from moe_trainer.moe.selections.selection import ExpertSelection
 from moe_trainer.parallel.rng import ShardRNG
 from moe_trainer.parallel.state import ParallelState

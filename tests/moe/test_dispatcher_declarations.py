@@ -12,11 +12,11 @@ from arguments.mechanisms import dispatchers
 from arguments.mechanisms.dispatchers import ALLTOALL, DISPATCHERS, SELECTABLE, Capability, get_dispatcher
 from arguments.moe import MoEArgs
 from arguments.parse import resolve_command_line
+from moe_trainer.declared_module import load_module
 from moe_trainer.estimate.hardware import find_hardware
 from moe_trainer.estimate.interconnect import NVLINK
 from moe_trainer.moe import dispatch
 from moe_trainer.moe.dispatch.base import TokenDispatcher
-from moe_trainer.moe.dispatch.select import load_module
 
 SMALL = (
     "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 --position-embedding-type rope "
@@ -25,6 +25,9 @@ SMALL = (
     "--moe-token-dispatcher-type toy"
 ).split()
 DECLARATION = """
+from arguments.mechanisms.support import Rejected
+from arguments.mechanisms.traffic import Traffic
+
 TOY = Dispatcher(
     name="Toy",
     type="toy",
@@ -36,7 +39,7 @@ TOY = Dispatcher(
     is_measured=False,
     is_upstream=False,
 )
-DISPATCHERS = (TOY, """
+DISPATCHERS: tuple[Dispatcher, ...] = (TOY, """
 MODULE = """
 import os
 from arguments.mechanisms.dispatchers import TOY
@@ -103,7 +106,9 @@ def tree(tmp_path_factory):
     """The sources by links, with a further dispatcher in two files."""
     root = tmp_path_factory.mktemp("tree")
     new = {
-        "arguments/mechanisms/dispatchers.py": lambda text: text.replace("\nDISPATCHERS = (", DECLARATION, 1),
+        "arguments/mechanisms/dispatchers.py": lambda text: text.replace(
+            "\nDISPATCHERS: tuple[Dispatcher, ...] = (", DECLARATION, 1
+        ),
         "moe_trainer/moe/dispatch/toy.py": lambda _text: MODULE,
     }
     link_sources(root, new)

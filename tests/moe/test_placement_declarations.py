@@ -11,8 +11,9 @@ from structure.source import ROOT, source_files
 from arguments.container import OPTIONS
 from arguments.mechanisms.placement_kinds.declaration import PlacementCapability
 from arguments.mechanisms.placements import OWN, PLACEMENTS, get_placement, rejected_flags
+from moe_trainer.declared_module import load_module
 from moe_trainer.moe import placement
-from moe_trainer.moe.placement.build import build_placement, load_module
+from moe_trainer.moe.placement.build import build_placement
 from moe_trainer.moe.placement.own import ExpertPlacement
 from moe_trainer.parallel.state import Group, ParallelState
 

@@ -11,14 +11,15 @@ from structure.declared import classes_of, leave_out
 from structure.source import source_files
 
 from arguments.container import OPTIONS
+from arguments.demands import demands
 from arguments.mechanisms import selections as declared
-from arguments.mechanisms.selection_kinds.declaration import BALANCING, DEMANDED_BY, RoutingCapability
+from arguments.mechanisms.selection_kinds.declaration import BALANCING, RoutingCapability
 from arguments.mechanisms.selections import HASH, REPLAY, SELECTIONS, TOPK, get_selection
 from arguments.mechanisms.support import Rejected, support_among
 from arguments.moe import MoEArgs
 from arguments.parse import resolve_command_line
+from moe_trainer.declared_module import load_module
 from moe_trainer.moe import selections
-from moe_trainer.moe.selections.build import load_module
 from moe_trainer.moe.selections.selection import ExpertSelection
 
 IMPORTS = """import DeclaredSelection, ExpertSplit, RoutingCapability, balancing_kinds
@@ -136,12 +137,11 @@ def test_page_of_capabilities_rejects_two_selections_as_the_program_does():
         assert said == is_rejected, (one.key, other.key)
 
 
-def test_flags_of_the_demands_exist_and_every_capability_is_demanded():
+def test_every_capability_is_demanded():
     """By a flag or by a rule that asks for it; others need no declaration."""
-    assert set(DEMANDED_BY) <= set(OPTIONS)
     rules = "".join(path.read_text() for path in source_files("arguments/rules"))
     asked = {each for each in RoutingCapability if f"(RoutingCapability.{each.name})" in rules}
-    assert {*asked, *DEMANDED_BY.values(), RoutingCapability.OTHER_SCORES} == set(RoutingCapability)
+    assert {*asked, *demands(RoutingCapability).values(), RoutingCapability.OTHER_SCORES} == set(RoutingCapability)
 
 
 def test_new_selection_needs_a_declaration_and_a_module(tmp_path):

@@ -11,8 +11,8 @@ from arguments.mechanisms.optimizer_kinds.declaration import OPTIMIZER, Optimize
 from arguments.mechanisms.optimizers import NAMES, OPTIMIZERS, OTHER, find_optimizer, get_element_rule
 from arguments.optimizer import OptimizerArgs
 from arguments.parse import resolve_command_line
+from moe_trainer.declared_module import load_module
 from moe_trainer.optim import update_rules
-from moe_trainer.optim.update_rules.build import load_module
 
 FLAGS = {
     OptimizerCapability.SHARDED: "--use-distributed-optimizer",

@@ -26,6 +26,7 @@ LEVELS = {
     "ops": 1,
     "parallel": 1,
     "arguments": 1,
+    "declared_module": 1,
     "memory": 2,
     "quantization": 2,
     "pipeline": 2,
@@ -70,6 +71,7 @@ SAME_LEVEL = frozenset(
         ("launch_env", "errors"),
         ("user_function", "errors"),
         ("backends", "errors"),
+        ("declared_module", "arguments"),
         ("pipeline", "memory"),
         ("estimate", "data"),
     }

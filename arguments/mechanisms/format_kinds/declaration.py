@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import ClassVar
 
 from arguments.mechanisms.support import Mechanism, Support
 
@@ -114,6 +115,8 @@ class QuantizedFormat(Mechanism[FormatCapability]):
         superseded_on_blackwell: searches prefer another format there.
         library: class of its recipe in TransformerEngine, and the function that says whether the device can do it.
     """
+
+    modules: ClassVar[str] = "moe_trainer.quantization.formats"
 
     key: str
     name: str

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from arguments.mechanisms.support import Mechanism, Support
 from arguments.settings import Settings
@@ -52,6 +52,8 @@ class DeclaredOptimizer(Mechanism[OptimizerCapability]):
             whether there are tensor-parallel ranks.
         set_again: destinations of those options, if they always have them.
     """
+
+    modules: ClassVar[str] = "moe_trainer.optim.update_rules"
 
     key: str
     name: str

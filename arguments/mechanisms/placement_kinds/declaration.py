@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar
 
 from arguments.mechanisms.support import Mechanism, Support
 
@@ -44,6 +44,8 @@ class DeclaredPlacement(Mechanism[PlacementCapability]):
         has_rules: arguments/rules/<key>.py says what else it needs.
         alias: name in the literature, which no flag contains.
     """
+
+    modules: ClassVar[str] = "moe_trainer.moe.placement"
 
     key: str
     name: str

@@ -4,8 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from random import Random
-from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from arguments.mechanisms.support import Mechanism, Rejected, Support
 
@@ -32,22 +31,6 @@ class RoutingCapability(Enum):
     PADDING = "`--use-varlen-dataset`"
     GRAPH = "`--cuda-graph-modules moe_router`"
     UPCYCLING = "`--moe-use-upcycling`"
-
-
-DEMANDED_BY: Mapping[str, RoutingCapability] = MappingProxyType(
-    {
-        "moe_router_pre_softmax": RoutingCapability.PRE_SOFTMAX,
-        "moe_router_topk_scaling_factor": RoutingCapability.SCALING_FACTOR,
-        "moe_router_group_topk": RoutingCapability.GROUPS,
-        "moe_n_hash_layers": RoutingCapability.HASH_LAYERS,
-        "moe_router_fusion": RoutingCapability.FUSED_KERNEL,
-        "moe_router_enable_expert_bias": RoutingCapability.EXPERT_BIAS,
-        "moe_enable_routing_replay": RoutingCapability.REPLAY,
-        "moe_router_sparsemixer_jitter": RoutingCapability.SPARSEMIXER,
-        "moe_use_upcycling": RoutingCapability.UPCYCLING,
-    }
-)
-"""Destinations of flags that demand a capability by any value but their default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +110,8 @@ class DeclaredSelection(Mechanism[RoutingCapability]):
         draws: destinations of its flags, with the values that random tests draw from.
         split: how its experts divide what a dense layer computes; None if each makes the full output.
     """
+
+    modules: ClassVar[str] = "moe_trainer.moe.selections"
 
     key: str
     name: str

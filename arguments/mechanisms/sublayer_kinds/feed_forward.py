@@ -1,6 +1,22 @@
 """The sublayers that mix no positions: an MLP, or experts."""
 
-from arguments.mechanisms.sublayer_kinds.declaration import Sublayer
+from collections.abc import Mapping
+from types import MappingProxyType
 
-MLP = Sublayer(key="mlp", name="feed-forward", letter="-", has_legacy_places=True)
-EXPERTS = Sublayer(key="experts", name="experts", letter="E", has_legacy_places=True)
+from arguments.mechanisms.sublayer_kinds.declaration import OF_ATTENTION, OF_TRAINING, Sublayer, SublayerCapability
+from arguments.mechanisms.support import NoEffect, Support
+
+_CAPABILITIES: Mapping[SublayerCapability, Support] = MappingProxyType(
+    {
+        **dict.fromkeys(OF_TRAINING, True),
+        **dict.fromkeys(OF_ATTENTION, NoEffect("it mixes no positions")),
+        SublayerCapability.LINEAR_LAYERS: NoEffect("it mixes no positions"),
+        SublayerCapability.NORM_AFTER: NoEffect("it mixes no positions"),
+        SublayerCapability.NORMED_RESIDUAL: True,
+        SublayerCapability.FROZEN_BACKBONE: True,
+        SublayerCapability.UPCYCLING: True,
+        SublayerCapability.LEGACY_FORMAT: True,
+    }
+)
+MLP = Sublayer(key="mlp", name="feed-forward", letter="-", capabilities=_CAPABILITIES)
+EXPERTS = Sublayer(key="experts", name="experts", letter="E", capabilities=_CAPABILITIES)

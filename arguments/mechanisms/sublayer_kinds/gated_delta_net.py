@@ -1,6 +1,9 @@
 """Gated DeltaNet: linear attention with one decay for each head (Qwen3-Next)."""
 
-from arguments.mechanisms.sublayer_kinds.declaration import Sublayer
+from types import MappingProxyType
+
+from arguments.mechanisms.sublayer_kinds.declaration import OF_ATTENTION, OF_TRAINING, Sublayer, SublayerCapability
+from arguments.mechanisms.support import NoEffect, Rejected
 
 GATED_DELTA_NET = Sublayer(
     key="gated_delta_net",
@@ -13,4 +16,17 @@ GATED_DELTA_NET = Sublayer(
     in_some_layers=True,
     has_delta_rule=True,
     kernel="delta-rule",
+    capabilities=MappingProxyType(
+        {
+            **dict.fromkeys(OF_TRAINING, True),
+            **dict.fromkeys(OF_ATTENTION, NoEffect("it has no keys that are compared with queries")),
+            SublayerCapability.OUTPUT_BIAS: Rejected("the bias is built for softmax attention in every layer"),
+            SublayerCapability.LINEAR_LAYERS: True,
+            SublayerCapability.NORM_AFTER: True,
+            SublayerCapability.NORMED_RESIDUAL: True,
+            SublayerCapability.FROZEN_BACKBONE: Rejected("its small parameters are neither norms nor projections"),
+            SublayerCapability.UPCYCLING: True,
+            SublayerCapability.LEGACY_FORMAT: Rejected("the format has no known places for its parameters"),
+        }
+    ),
 )

@@ -1,6 +1,9 @@
 """Kimi delta attention: a gated DeltaNet with a decay for each channel of a key (Kimi-Linear)."""
 
-from arguments.mechanisms.sublayer_kinds.declaration import Sublayer
+from types import MappingProxyType
+
+from arguments.mechanisms.sublayer_kinds.declaration import OF_ATTENTION, OF_TRAINING, Sublayer, SublayerCapability
+from arguments.mechanisms.support import NoEffect, Rejected
 
 KIMI_DELTA_ATTENTION = Sublayer(
     key="kimi_delta_attention",
@@ -15,4 +18,17 @@ KIMI_DELTA_ATTENTION = Sublayer(
     has_rules=True,
     toy_sizes=(("kda_gate_rank", 8),),
     draws=(("kda_gate_rank", (None, 8)), ("kda_decay_lower_bound", (None, -5.0))),
+    capabilities=MappingProxyType(
+        {
+            **dict.fromkeys(OF_TRAINING, True),
+            **dict.fromkeys(OF_ATTENTION, NoEffect("it has no keys that are compared with queries")),
+            SublayerCapability.OUTPUT_BIAS: Rejected("the bias is built for softmax attention in every layer"),
+            SublayerCapability.LINEAR_LAYERS: True,
+            SublayerCapability.NORM_AFTER: True,
+            SublayerCapability.NORMED_RESIDUAL: True,
+            SublayerCapability.FROZEN_BACKBONE: Rejected("its small parameters are neither norms nor projections"),
+            SublayerCapability.UPCYCLING: True,
+            SublayerCapability.LEGACY_FORMAT: Rejected("the format has no known places for its parameters"),
+        }
+    ),
 )

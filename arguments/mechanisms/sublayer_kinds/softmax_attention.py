@@ -1,6 +1,17 @@
 """Multi-head and grouped-query softmax attention."""
 
-from arguments.mechanisms.sublayer_kinds.declaration import Sublayer
+from types import MappingProxyType
+
+from arguments.mechanisms.sublayer_kinds.declaration import (
+    OF_HEADS,
+    OF_LATENTS,
+    OF_ROTATION,
+    OF_SCORES,
+    OF_TRAINING,
+    Sublayer,
+    SublayerCapability,
+)
+from arguments.mechanisms.support import NoEffect, Rejected
 
 SOFTMAX_ATTENTION = Sublayer(
     key="softmax_attention",
@@ -8,5 +19,18 @@ SOFTMAX_ATTENTION = Sublayer(
     built_by="attention.SelfAttention",
     letter="*",
     is_attention=True,
-    has_legacy_places=True,
+    capabilities=MappingProxyType(
+        {
+            **dict.fromkeys((*OF_SCORES, *OF_ROTATION, *OF_HEADS, *OF_TRAINING), True),
+            **dict.fromkeys(OF_LATENTS, Rejected("it has no latents")),
+            SublayerCapability.INDEXER_LOSS: NoEffect("it has no indexer"),
+            SublayerCapability.OUTPUT_BIAS: True,
+            SublayerCapability.LINEAR_LAYERS: True,
+            SublayerCapability.NORM_AFTER: True,
+            SublayerCapability.NORMED_RESIDUAL: True,
+            SublayerCapability.FROZEN_BACKBONE: True,
+            SublayerCapability.UPCYCLING: True,
+            SublayerCapability.LEGACY_FORMAT: True,
+        }
+    ),
 )

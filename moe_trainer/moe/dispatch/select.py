@@ -1,10 +1,8 @@
 """Selection of the dispatcher and of fused kernels, when the model is built."""
 
-import importlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -13,26 +11,18 @@ from arguments.mechanisms.selection_kinds.declaration import RoutingCapability
 from arguments.mechanisms.selections import get_selection
 from arguments.moe import MoEArgs
 from moe_trainer.backends import BackendPolicy
+from moe_trainer.declared_module import load_module
 from moe_trainer.layers import te
 from moe_trainer.layers.kernels import Kernels
 from moe_trainer.moe.dispatch.base import TokenDispatcher
 from moe_trainer.moe.dispatch.flex import DispatchBufferSpec, DispatcherSettings
 from moe_trainer.moe.dispatch.mxfp8_transport import Mxfp8Transport
 from moe_trainer.moe.layer import MoELayer
-from moe_trainer.moe.selections.build import load_module as load_selection
 from moe_trainer.ops.attach_loss import Balancing
 from moe_trainer.ops.permute import Permutation
 from moe_trainer.parallel.state import ParallelState
 
 logger = logging.getLogger(__name__)
-
-
-def load_module(dispatcher: Dispatcher) -> Any:
-    """Import the module of a dispatcher: its `make_dispatcher` and, of a library, `problem` and `INSTALL`.
-
-    The module has the name of the declaration, so that a dispatcher is registered by its declaration only.
-    """
-    return importlib.import_module(f"moe_trainer.moe.dispatch.{dispatcher.key}")
 
 
 def build_dispatcher(
@@ -57,7 +47,7 @@ def build_dispatcher(
     if selection.split is not None:
         # of all experts where tokens are permuted before they are sent, else of this rank's
         first = 0 if dispatcher.sends_copies else ps.ep.rank * (moe.num_experts // ps.ep.size)
-        permutation = load_selection(selection).make_permutation(moe, first, permutation)
+        permutation = load_module(selection).make_permutation(moe, first, permutation)
     mxfp8 = Mxfp8Transport(
         moe.moe_dispatch_fwd_dtype == "mxfp8", moe.moe_combine_bwd_dtype == "mxfp8", kernels.row_casts
     )

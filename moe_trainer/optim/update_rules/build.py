@@ -1,18 +1,10 @@
 """The choice of the update rules of a run."""
 
-import importlib
-from typing import Any
-
-from arguments.mechanisms.optimizer_kinds.declaration import DeclaredOptimizer
 from arguments.mechanisms.optimizers import get_element_rule, get_optimizer
 from arguments.optimizer import OptimizerArgs
+from moe_trainer.declared_module import load_module
 from moe_trainer.optim.update_rules.rule import ElementRule, MatrixRule
 from moe_trainer.parallel.state import ParallelState
-
-
-def load_module(optimizer: DeclaredOptimizer) -> Any:
-    """Import the module of an optimizer, which has the name of its key."""
-    return importlib.import_module(f"moe_trainer.optim.update_rules.{optimizer.key}")
 
 
 def build_element_rule(settings: OptimizerArgs) -> ElementRule:

@@ -1,0 +1,38 @@
+"""What kinds of sublayers reject: flags that demand a capability which a model's sublayers do not have."""
+
+from collections.abc import Iterator
+
+from arguments.demands import demands
+from arguments.layer_pattern import hybrid_letters
+from arguments.mechanisms.sublayer_kinds.declaration import PATTERN, Sublayer, SublayerCapability
+from arguments.mechanisms.sublayers import LATENT_ATTENTION, SUBLAYERS, variant_of
+from arguments.mtp import mtp_letters
+from arguments.rules.derived_sizes import DerivedSizes
+from arguments.settings import Limit, Settings
+
+
+def limit_sublayers(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
+    for sublayer in (each for each in SUBLAYERS if each.mention):
+        is_on = _is_asked_for(s, sublayer)
+        for dest, capability in demands(SublayerCapability).items():
+            if sublayer.rejects(capability) and not _is_of_latents(sublayer, capability):
+                yield Limit(
+                    is_on and s.values[dest] != s.default(dest),
+                    f"{sublayer.mention} cannot be combined with {{}}: {sublayer.reason(capability)}.",
+                    (dest,),
+                )
+
+
+def _is_asked_for(s: Settings, sublayer: Sublayer) -> bool:
+    if sublayer.variant is not None:
+        return variant_of(s) is sublayer
+    if sublayer.switch == PATTERN:
+        pattern = s.hybrid_layer_pattern or ""
+        return sublayer.letter in hybrid_letters(pattern) + mtp_letters(pattern)
+    return bool(s.values[sublayer.switch])
+
+
+def _is_of_latents(sublayer: Sublayer, capability: SublayerCapability) -> bool:
+    """Return whether latent attention, whose flag the sublayer needs, rejects a capability for the same reason."""
+    is_same = sublayer.capabilities[capability] == LATENT_ATTENTION.capabilities[capability]
+    return is_same and sublayer.reads_latents and sublayer is not LATENT_ATTENTION
