@@ -29,6 +29,8 @@ from arguments.mechanisms.optimizer_kinds.declaration import OptimizerCapability
 from arguments.mechanisms.optimizers import OPTIMIZERS
 from arguments.mechanisms.selection_kinds.declaration import RoutingCapability
 from arguments.mechanisms.selections import SELECTIONS
+from arguments.mechanisms.sharding_kinds.declaration import ShardingCapability
+from arguments.mechanisms.shardings import SHARDINGS
 from arguments.mechanisms.support import Mechanism, Rejected, support_among
 from moe_trainer.drawing.load_map import Panel, load_map
 from moe_trainer.drawing.markdown import markdown_table
@@ -243,6 +245,7 @@ KINDS = (
     Kind("Selections of experts", SELECTIONS, RoutingCapability),
     Kind("Optimizers", OPTIMIZERS, OptimizerCapability),
     Kind("Formats of quantized GEMMs", QUANTIZED, FormatCapability),
+    Kind("Shardings of data-parallel ranks", SHARDINGS, ShardingCapability),
 )
 
 
@@ -262,7 +265,7 @@ def capability_table(kind: Kind) -> str:
         return f"{'rejected' if isinstance(support, Rejected) else 'no effect'} ({number})"
 
     columns = ("", *(each.name for each in kind.mechanisms))
-    selecting = ("selected by", *(f"`{with_flags(each.mention)}`" for each in kind.mechanisms))
+    selecting = ("selected by", *(f"`{with_flags(each.mention)}`" if each.mention else "no flag" for each in kind.mechanisms))
     rows = [(each.value, *(cell(mechanism, each) for mechanism in kind.mechanisms)) for each in kind.capabilities]
     lines = markdown_table(columns, [selecting, *rows])
     return "\n".join([*lines, "", *(f"{number}. {reason}" for reason, number in reasons.items())])

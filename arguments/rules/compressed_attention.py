@@ -4,6 +4,8 @@ from collections.abc import Iterator
 
 from arguments.layer_pattern import OVERLAPPING_RATIO
 from arguments.mechanisms.formats import FLAGS
+from arguments.mechanisms.sharding_kinds.declaration import ShardingCapability
+from arguments.mechanisms.shardings import rejected_flags
 from arguments.mechanisms.sublayers import COMPRESSED_ATTENTION, VARIANT, variant_of
 from arguments.rules.derived_sizes import DerivedSizes, divides, positive
 from arguments.rules.sparse_attention import INDEXER_FLAGS, find_indexer_violations
@@ -35,8 +37,7 @@ _EXCLUDED = (
     ("use_varlen_dataset", "compressed keys would join samples"),
     ("sft", "compressed keys would join samples"),
     ("fine_grained_activation_offloading", "single parts are not offloaded"),
-    ("use_torch_fsdp2", "parameters of compressors are not sharded so"),
-    ("use_megatron_fsdp", "parameters of compressors are not sharded so"),
+    *rejected_flags(ShardingCapability.COMPRESSED_KEYS),
     ("moe_use_upcycling", "there is no dense model of such layers"),
 )
 

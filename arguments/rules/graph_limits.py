@@ -8,6 +8,7 @@ moe_preprocess), moe, full layers, the full iteration.
 from collections.abc import Iterator
 
 from arguments.layer_pattern import MAMBA, hybrid_letters
+from arguments.mechanisms import shardings
 from arguments.mechanisms.dispatchers import SELECTABLE, Capability, get_dispatcher
 from arguments.mechanisms.format_kinds.declaration import FormatCapability
 from arguments.mechanisms.formats import QUANTIZED
@@ -15,6 +16,7 @@ from arguments.mechanisms.placement_kinds.declaration import PlacementCapability
 from arguments.mechanisms.placements import get_placement, rejected_flags
 from arguments.mechanisms.selection_kinds.declaration import RoutingCapability
 from arguments.mechanisms.selections import SELECTIONS
+from arguments.mechanisms.sharding_kinds.declaration import ShardingCapability
 from arguments.mechanisms.support import keys_with, rejecting
 from arguments.mtp import num_mtp_depths
 from arguments.rules.derived_sizes import DerivedSizes, as_list, moe_pattern
@@ -255,13 +257,12 @@ def limit_recompute(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
 
 
 def limit_param_sharding(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
-    for dest in ("use_torch_fsdp2", "use_megatron_fsdp"):
+    for dest, reason in shardings.rejected_flags(ShardingCapability.MODULE_GRAPHS):
         yield _not_captured(
             captured_parts(s) and getattr(s, dest) and s.cuda_graph_impl != "full_iteration",
             "modules",
             dest,
-            "sharded parameters are gathered at a different address every time; a graph of the full iteration contains "
-            "the gathers.",
+            f"{reason}; a graph of the full iteration contains the gathers.",
         )
 
 

@@ -3,17 +3,18 @@
 from collections.abc import Iterator
 
 from arguments.lora import ALL_LINEAR, LINEARS, is_lora_target
+from arguments.mechanisms import shardings
 from arguments.mechanisms.formats import FLAGS
 from arguments.mechanisms.placement_kinds.declaration import PlacementCapability
 from arguments.mechanisms.placements import rejected_flags
+from arguments.mechanisms.sharding_kinds.declaration import ShardingCapability
 from arguments.mechanisms.sublayers import SPARSE_ATTENTION, VARIANT, variant_of
 from arguments.rules.derived_sizes import DerivedSizes, as_list
 from arguments.settings import Limit, Settings, Violation
 
 DIM = "lora_dim"
 NOT_BUILT = (
-    ("use_torch_fsdp2", "it shards parameters that do not change"),
-    ("use_megatron_fsdp", "it shards parameters that do not change"),
+    *shardings.rejected_flags(ShardingCapability.FROZEN),
     *tuple((flags.name, "it would quantize frozen weights in every iteration again") for flags in FLAGS),
     ("mla_down_proj_fusion", "an adapter belongs to one projection"),
     ("qk_clip", "it scales weights, which are frozen"),

@@ -12,7 +12,9 @@ from arguments.mechanisms.format_kinds.eight_bit import GRAD_BUFFER
 from arguments.mechanisms.formats import list_widths, quantized_format
 from arguments.mechanisms.optimizer_kinds.declaration import OptimizerCapability
 from arguments.mechanisms.optimizers import OPTIMIZERS, get_optimizer
-from arguments.mechanisms.support import keys_with
+from arguments.mechanisms.sharding_kinds.declaration import ShardingCapability
+from arguments.mechanisms.shardings import SHARDINGS, get_sharding
+from arguments.mechanisms.support import keys_with, rejecting
 from arguments.rules.derived_sizes import DerivedSizes, as_list
 from arguments.rules.dispatcher import needs_other_type
 from arguments.settings import Limit, Settings, Violation
@@ -121,7 +123,7 @@ def note_quantized_tp_overlap(s: Settings, _f: DerivedSizes) -> None:
 def check_param_gather_overlap(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if not s.overlap_param_gather:
         return
-    if not (s.use_distributed_optimizer or s.use_megatron_fsdp):
+    if get_sharding(s).rejects(ShardingCapability.PARAM_GATHER_OVERLAP):
         yield s.violation(
             "{overlap_param_gather} needs {use_distributed_optimizer:flag}: otherwise every rank already holds all "
             "parameters."
@@ -157,7 +159,8 @@ def limit_gather_with_optimizer_step(s: Settings, _f: DerivedSizes) -> Iterator[
         "{overlap_param_gather_with_optimizer_step} cannot be combined with {optimizer:flag} other than "
         f"{' and '.join(keys_with(OPTIMIZERS, OptimizerCapability.EARLY_GATHER))}.",
     )
-    for other in ("use_megatron_fsdp", GRAD_BUFFER):
+    late = [str(each.dest) for each, _ in rejecting(SHARDINGS, ShardingCapability.EARLY_GATHER) if each.implies]
+    for other in (*dict.fromkeys(late), GRAD_BUFFER):
         yield Limit(
             s.overlap_param_gather_with_optimizer_step and getattr(s, other),
             "{overlap_param_gather_with_optimizer_step} cannot be combined with {:flag}.",

@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 
 from arguments.mechanisms.formats import FLAGS, quantized_format
+from arguments.mechanisms.sharding_kinds.declaration import ShardingCapability
+from arguments.mechanisms.shardings import rejected_flags
 from arguments.mechanisms.sublayers import SPARSE_ATTENTION, VARIANT, variant_of
 from arguments.rules.derived_sizes import DerivedSizes, as_list, positive
 from arguments.settings import Limit, Settings, Violation
@@ -22,8 +24,7 @@ NOT_BUILT = (
     ("cuda_graph_impl", "the loss of the indexers is recorded outside of graphs"),
 )
 FROZEN = (
-    ("use_torch_fsdp2", "it shards parameters that do not change"),
-    ("use_megatron_fsdp", "it shards parameters that do not change"),
+    *rejected_flags(ShardingCapability.FROZEN),
     *tuple(
         (
             flags.param_gather,

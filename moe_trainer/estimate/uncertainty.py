@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, cast
 from arguments.layer_pattern import uses_window
 from arguments.mechanisms.dispatchers import DEEPEP, SELECTABLE, Dispatcher, get_dispatcher
 from arguments.mechanisms.formats import FLAGS
+from arguments.mechanisms.shardings import get_sharding
 from arguments.mechanisms.sublayers import variant_of
 from moe_trainer.estimate.corrections import (
     Bias,
@@ -139,7 +140,7 @@ UNTESTED_FEATURES: Features = MappingProxyType(
         "DeepEP where NVLink joins more than 8": lambda plan: (
             get_dispatcher(plan.args.moe) is DEEPEP and plan.hardware.domain > 8
         ),
-        "fully sharded data parallelism": lambda plan: plan.args.parallel.fsdp_strategy not in (None, "no_shard"),
+        "fully sharded data parallelism": lambda plan: not get_sharding(plan.args.parallel).is_measured,
         "the zero-bubble schedule": lambda plan: plan.args.parallel.pipeline_schedule == "zero-bubble",
         "attention without a fused kernel": lambda plan: plan.args.model.attention_backend in ("unfused", "local"),
         "full recompute": lambda plan: plan.args.training.recompute_granularity == "full",
