@@ -24,9 +24,12 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from arguments.container import OPTIONS
+from arguments.mechanisms.captured_modules import CAPTURED_MODULES, GraphCapability
 from arguments.mechanisms.dispatchers import SELECTABLE, Capability
+from arguments.mechanisms.offloaded_modules import OFFLOADED_MODULES, OffloadCapability
 from arguments.mechanisms.optimizer_kinds.declaration import OptimizerCapability
 from arguments.mechanisms.optimizers import OPTIMIZERS
+from arguments.mechanisms.recomputed_modules import RECOMPUTED_MODULES, RecomputeCapability
 from arguments.mechanisms.selection_kinds.declaration import RoutingCapability
 from arguments.mechanisms.selections import SELECTIONS
 from arguments.mechanisms.sharding_kinds.declaration import ShardingCapability
@@ -246,6 +249,9 @@ KINDS = (
     Kind("Optimizers", OPTIMIZERS, OptimizerCapability),
     Kind("Formats of quantized GEMMs", QUANTIZED, FormatCapability),
     Kind("Shardings of data-parallel ranks", SHARDINGS, ShardingCapability),
+    Kind("Recomputed modules", RECOMPUTED_MODULES, RecomputeCapability),
+    Kind("Offloaded modules", OFFLOADED_MODULES, OffloadCapability),
+    Kind("Modules in CUDA graphs", CAPTURED_MODULES, GraphCapability),
 )
 
 
@@ -265,7 +271,8 @@ def capability_table(kind: Kind) -> str:
         return f"{'rejected' if isinstance(support, Rejected) else 'no effect'} ({number})"
 
     columns = ("", *(each.name for each in kind.mechanisms))
-    selecting = ("selected by", *(f"`{with_flags(each.mention)}`" if each.mention else "no flag" for each in kind.mechanisms))
+    mentions = (with_flags(each.mention) for each in kind.mechanisms)
+    selecting = ("selected by", *(f"`{mention}`" if mention else "no flag" for mention in mentions))
     rows = [(each.value, *(cell(mechanism, each) for mechanism in kind.mechanisms)) for each in kind.capabilities]
     lines = markdown_table(columns, [selecting, *rows])
     return "\n".join([*lines, "", *(f"{number}. {reason}" for reason, number in reasons.items())])

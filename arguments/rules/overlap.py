@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from arguments.mechanisms.dispatchers import Capability, get_dispatcher
 from arguments.mechanisms.format_kinds.eight_bit import GRAD_BUFFER
 from arguments.mechanisms.formats import list_widths, quantized_format
+from arguments.mechanisms.layer_modules import named
 from arguments.mechanisms.optimizer_kinds.declaration import OptimizerCapability
 from arguments.mechanisms.optimizers import OPTIMIZERS, get_optimizer
+from arguments.mechanisms.recomputed_modules import RECOMPUTED_MODULES, RecomputeCapability
 from arguments.mechanisms.sharding_kinds.declaration import ShardingCapability
 from arguments.mechanisms.shardings import SHARDINGS, get_sharding
 from arguments.mechanisms.support import keys_with, rejecting
@@ -74,8 +76,9 @@ def check_ep_overlap_conflicts(s: Settings, f: DerivedSizes) -> Iterator[Violati
             "{overlap_moe_expert_parallel_comm} cannot be combined with {recompute_granularity}; recompute selected "
             "modules instead."
         )
-    if "moe" in as_list(s.recompute_modules):
-        yield s.violation("{overlap_moe_expert_parallel_comm} cannot be combined with {recompute_modules:flag} moe.")
+    for module in named(RECOMPUTED_MODULES, as_list(s.recompute_modules)):
+        if module.rejects(RecomputeCapability.EXCHANGE_OVERLAP):
+            yield s.violation(f"{{overlap_moe_expert_parallel_comm}} cannot be combined with {module.mention}.")
     if s.moe_shared_expert_overlap:
         yield s.violation(
             "{overlap_moe_expert_parallel_comm} cannot be combined with {moe_shared_expert_overlap}: both overlap "

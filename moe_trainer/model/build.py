@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from arguments import Arguments
 from arguments.layer_pattern import is_linear
 from arguments.mechanisms.formats import list_widths, quantized_format
+from arguments.mechanisms.offloaded_modules import OFFLOADED_MODULES
 from arguments.mechanisms.sublayers import variant_of
 from arguments.stage_layout import chunk_layouts, embedding_stages
 from arguments.vocabulary import VOCABULARY_KEYS
@@ -41,7 +42,7 @@ from moe_trainer.parallel.weight_grads import WeightGradQueue
 
 logger = logging.getLogger(__name__)
 
-TENSORS_OF_EXPERTS = frozenset({"moe_act", "expert_fc1"})
+TENSORS_OF_EXPERTS = frozenset(each.key for each in OFFLOADED_MODULES if each.saves_received)
 """Names of --recompute-modules and --offload-modules for tensors inside the experts."""
 # fp64 is for scripts/prove_layout.py
 DTYPES = (("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp64", torch.float64))

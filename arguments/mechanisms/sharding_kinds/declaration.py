@@ -16,7 +16,7 @@ class ShardingCapability(Enum):
     PIPELINE = "`--pipeline-model-parallel-size` above 1"
     EXPERT_PARALLEL = "`--expert-model-parallel-size` above 1"
     INSTANCES = "`--num-distributed-optimizer-instances`"
-    OUTER = "`--outer-dp-sharding-strategy optim`, `--enable-full-sharding-in-hsdp`"
+    OUTER = "`--outer-dp-sharding-strategy optim`"
     PARAM_GATHER_OVERLAP = "`--overlap-param-gather`"
     EARLY_GATHER = "`--overlap-param-gather-with-optimizer-step`"
     QUANTIZED_GATHER = "`--fp8-param-gather`, `--fp4-param-gather`"

@@ -1,11 +1,13 @@
 """Fully sharded data parallelism: Megatron's, with one declaration for each strategy, and torch's."""
 
+from collections.abc import Mapping
 from types import MappingProxyType
 
 from arguments.mechanisms.sharding_kinds.declaration import DeclaredSharding, ShardingCapability
 from arguments.mechanisms.support import NoEffect, Rejected, Support
 
 _AS_MEGATRON = "as in Megatron-LM"
+_HAS_ALL = "every rank updates all parameters"
 _UNCHANGED = Rejected("it shards parameters that do not change")
 _BIAS = Rejected("the bias is not gathered with the weight")
 _COMPRESSORS = Rejected("parameters of compressors are not sharded so")
@@ -59,7 +61,7 @@ _BY_MEGATRON: MappingProxyType[ShardingCapability, Support] = MappingProxyType(
 )
 
 
-def _megatron_fsdp(strategy: str, own: dict[ShardingCapability, Support], **traits: bool) -> DeclaredSharding:
+def _megatron_fsdp(strategy: str, own: Mapping[ShardingCapability, Support], **traits: bool) -> DeclaredSharding:
     return DeclaredSharding(
         key=f"megatron_fsdp_{strategy}",
         name=f"Megatron-FSDP, {strategy}",
@@ -77,16 +79,19 @@ def _megatron_fsdp(strategy: str, own: dict[ShardingCapability, Support], **trai
 MEGATRON_FSDP = (
     _megatron_fsdp(
         "no_shard",
-        {
-            **_BY_BUFFERS,
-            ShardingCapability.PARAM_GATHER_OVERLAP: NoEffect("every rank updates all parameters"),
-            ShardingCapability.QUANTIZED_GATHER: _WIDE,
-        },
+        MappingProxyType(
+            {
+                **_BY_BUFFERS,
+                ShardingCapability.INSTANCES: NoEffect(_HAS_ALL),
+                ShardingCapability.PARAM_GATHER_OVERLAP: NoEffect(_HAS_ALL),
+                ShardingCapability.QUANTIZED_GATHER: _WIDE,
+            }
+        ),
     ),
-    _megatron_fsdp("optim", {**_BY_BUFFERS}, shards_flat_state=True, reduces_each_microbatch=True, is_measured=False),
+    _megatron_fsdp("optim", _BY_BUFFERS, shards_flat_state=True, reduces_each_microbatch=True, is_measured=False),
     _megatron_fsdp(
         "optim_grads",
-        {**_BY_SHARDED_PARAMS},
+        _BY_SHARDED_PARAMS,
         shards_flat_state=True,
         shards_params=True,
         reduces_each_microbatch=True,
@@ -94,11 +99,13 @@ MEGATRON_FSDP = (
     ),
     _megatron_fsdp(
         "optim_grads_params",
-        {
-            **_BY_SHARDED_PARAMS,
-            ShardingCapability.OUTER: True,
-            ShardingCapability.REPLICA_HASH: Rejected(f"{_AS_MEGATRON}: no two ranks hold the same weight"),
-        },
+        MappingProxyType(
+            {
+                **_BY_SHARDED_PARAMS,
+                ShardingCapability.OUTER: True,
+                ShardingCapability.REPLICA_HASH: Rejected(f"{_AS_MEGATRON}: no two ranks hold the same weight"),
+            }
+        ),
         shards_flat_state=True,
         shards_params=True,
         gathers_each_pass=True,
