@@ -19,7 +19,7 @@ class ShardingCapability(Enum):
     OUTER = "`--outer-dp-sharding-strategy optim`"
     PARAM_GATHER_OVERLAP = "`--overlap-param-gather`"
     EARLY_GATHER = "`--overlap-param-gather-with-optimizer-step`"
-    QUANTIZED_GATHER = "`--fp8-param-gather`, `--fp4-param-gather`"
+    QUANTIZED_GATHER = "`--fp8-param-gather`, and that of other formats"
     GRAD_BUFFER_REUSE = "`--reuse-grad-buf-for-mxfp8-param-ag`"
     MAIN_FORMATS = "`--main-params-dtype`, `--main-grads-dtype` other than fp32"
     FP32_SUMS = "`--ddp-param-name-patterns-for-fp32-local-accumulation`, `--ddp-reduce-scatter-with-fp32-accumulation`"
