@@ -4,12 +4,13 @@ recomputed_modules.py, offloaded_modules.py and captured_modules.py have one dec
 takes. A declaration states for every capability of its kind that it acts, or why not.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar, Literal, TypeVar
 
 from arguments.mechanisms.support import C, Mechanism, NoEffect, Rejected, Support
+from arguments.settings import Settings, Violation
 
 UNBUILT = NoEffect("layers that have it are not built: its name is rejected")
 Part = Literal["experts", "shared experts", "dense feed-forward"]
@@ -69,3 +70,11 @@ def named(modules: Sequence[L], names: Iterable[str]) -> tuple[L, ...]:
 def refusing(modules: Iterable[L], capability: Enum) -> tuple[str, ...]:
     """Return the names of modules that reject a capability."""
     return tuple(each.key for each in modules if isinstance(each.capabilities[capability], Rejected))
+
+
+def unaccompanied(s: Settings, modules: Sequence[LayerModule[Any]]) -> Iterator[Violation]:
+    """Report modules that are named without the one that they come after."""
+    names = [module.key for module in modules]
+    for module in modules:
+        if module.after is not None and module.after[0] not in names:
+            yield s.violation(f"{module.mention} needs {module.after[0]} too: {module.after[1]}.")

@@ -3,10 +3,9 @@
 from collections.abc import Iterator
 
 from arguments.mechanisms.captured_modules import CAPTURED_MODULES
-from arguments.mechanisms.layer_modules import named
+from arguments.mechanisms.layer_modules import named, unaccompanied
 from arguments.rules.derived_sizes import DerivedSizes, as_list
 from arguments.rules.graph_limits import has_fixed_receive_buffer
-from arguments.rules.recompute import unaccompanied
 from arguments.settings import Settings, Violation
 
 IMPL, MODULES, OLD_SCOPE = "cuda_graph_impl", "cuda_graph_modules", "cuda_graph_scope_deprecated"

@@ -180,23 +180,21 @@ def check_precision_aware_optimizer(s: Settings, _f: DerivedSizes) -> Iterator[V
 
 def limit_fsdp_dtypes(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     """Fully sharded parameters are the fp32 main parameters, and torch accumulates their gradients in fp32."""
-    for parent, is_sharded in rejections(s, ShardingCapability.MAIN_FORMATS):
-        for dest in ("main_params_dtype", "main_grads_dtype"):
-            yield Limit(
-                is_sharded and getattr(s, dest) != "fp32",
-                "{} cannot be combined with {:flag}, whose shards and their gradients are fp32.",
-                (dest, parent),
-            )
-    for parent, is_sharded in rejections(s, ShardingCapability.FP32_SUMS):
-        for dest in (
-            "ddp_param_name_patterns_for_fp32_local_accumulation",
-            "ddp_reduce_scatter_with_fp32_accumulation",
-        ):
-            yield Limit(
-                is_sharded and getattr(s, dest),
-                "{:flag} cannot be combined with {:flag}, which reduces its gradients itself.",
-                (dest, parent),
-            )
+    for capability, dests, text in (
+        (
+            ShardingCapability.MAIN_FORMATS,
+            ("main_params_dtype", "main_grads_dtype"),
+            "{} cannot be combined with {:flag}, whose shards and their gradients are fp32.",
+        ),
+        (
+            ShardingCapability.FP32_SUMS,
+            ("ddp_param_name_patterns_for_fp32_local_accumulation", "ddp_reduce_scatter_with_fp32_accumulation"),
+            "{:flag} cannot be combined with {:flag}, which reduces its gradients itself.",
+        ),
+    ):
+        for parent, is_rejected in rejections(s, capability):
+            for dest in dests:
+                yield Limit(is_rejected and s.values[dest] != s.default(dest), text, (dest, parent))
 
 
 def limit_state_offload(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:

@@ -4,12 +4,11 @@ Requirements of full and selective recompute; offload of activations, which must
 optimizer offload. Modules that no layer has are a note here, not an error.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 from arguments.mechanisms.format_kinds.declaration import FormatCapability
 from arguments.mechanisms.formats import FLAGS, of_width, quantized_format, selected
-from arguments.mechanisms.layer_modules import LayerModule, Part, named, refusing
+from arguments.mechanisms.layer_modules import Part, named, refusing, unaccompanied
 from arguments.mechanisms.offloaded_modules import OFFLOADED_MODULES, OffloadCapability
 from arguments.mechanisms.optimizer_kinds.declaration import OptimizerCapability
 from arguments.mechanisms.optimizers import get_optimizer
@@ -153,14 +152,6 @@ def check_recompute_modules(s: Settings, _f: DerivedSizes) -> Iterator[Violation
             modules=" ".join(scaled),
             recipe=f"--{fmt.flags.recipe.replace('_', '-')}",
         )
-
-
-def unaccompanied(s: Settings, modules: Sequence[LayerModule[Any]]) -> Iterator[Violation]:
-    """Report modules that are named without the one that they come after."""
-    names = [module.key for module in modules]
-    for module in modules:
-        if module.after is not None and module.after[0] not in names:
-            yield s.violation(f"{module.mention} needs {module.after[0]} too: {module.after[1]}.")
 
 
 def limit_mlp_chunks(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
