@@ -11,8 +11,11 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from arguments.mechanisms.dispatchers import OLD_NAMES
+from arguments.mechanisms.layer_modules import unbuilt
+from arguments.mechanisms.offloaded_modules import OFFLOADED_MODULES
 from arguments.mechanisms.optimizer_kinds.declaration import OPTIMIZER
 from arguments.mechanisms.optimizers import OPTIMIZERS
+from arguments.mechanisms.recomputed_modules import RECOMPUTED_MODULES
 from arguments.mechanisms.sublayers import OLD_VARIANTS, UNBUILT_VARIANTS, VARIANT
 
 
@@ -190,8 +193,8 @@ NOT_IMPLEMENTED = MappingProxyType(
         VARIANT: MissingFeature("gated DeltaNet 2", UNBUILT_VARIANTS),
         "dsa_indexer_topk_freq": _SHARED_SELECTION,
         "dsa_indexer_skip_topk_offset": _SHARED_SELECTION,
-        "recompute_modules": MissingFeature("the layers that have these modules", ("gdp_in_proj", "gdp_qkv", "mhc")),
-        "offload_modules": MissingFeature("the layers that have this module", ("gdp_qkv",)),
+        "recompute_modules": MissingFeature("the layers that have these modules", unbuilt(RECOMPUTED_MODULES)),
+        "offload_modules": MissingFeature("the layers that have this module", unbuilt(OFFLOADED_MODULES)),
         "mtp_hsm": MissingFeature("hidden-state matching"),
         "position_embedding_type": MissingFeature("this kind of position embedding", ("mrope", "relative")),
     }

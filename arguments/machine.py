@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from arguments.container import OPTIONS, Arguments
 from arguments.mechanisms.dispatchers import get_dispatcher
 from arguments.mechanisms.formats import naming_flag, quantized_format
+from arguments.mechanisms.shardings import WRAPPED_FLAGS
 from arguments.needs import CUDA, notes_about
 from arguments.rules.derived_sizes import DerivedSizes, derive_sizes
 from arguments.settings import Settings, Violation
@@ -138,7 +139,7 @@ def one_connection_for_split_layers(
     split = [d for d, n in (("tensor_model_parallel_size", f.tp), ("context_parallel_size", f.cp)) if n > 1]
     if not split or arch >= BLACKWELL or env.get(CONNECTIONS) == "1":
         return
-    lenient = [d for d in ("overlap_moe_expert_parallel_comm", "use_megatron_fsdp", "use_torch_fsdp2") if getattr(s, d)]
+    lenient = [d for d in ("overlap_moe_expert_parallel_comm", *WRAPPED_FLAGS) if getattr(s, d)]
     if lenient:
         message = (
             f"{s.describe(split[0])} with {s.flag(lenient[0])}: on GPUs before Blackwell both want different values of "
@@ -156,7 +157,7 @@ def one_connection_for_split_layers(
 def several_connections(s: Settings, _f: DerivedSizes, env: Mapping[str, str], _arch: int) -> Iterator[Violation]:
     if env.get(CONNECTIONS) != "1":
         return
-    for dest in ("use_megatron_fsdp", "use_torch_fsdp2"):
+    for dest in WRAPPED_FLAGS:
         if getattr(s, dest):
             message = (
                 f"{s.flag(dest)} needs {CONNECTIONS} above 1 or not set ({_env(env, CONNECTIONS)}): gathers must run "

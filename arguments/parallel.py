@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from arguments.flag_properties import MAX_MINUTES
+from arguments.mechanisms.sharding_kinds.declaration import ShardingCapability
+from arguments.mechanisms.shardings import get_sharding, needs_support
 from arguments.schema import flag
 
 
@@ -223,7 +225,7 @@ class ParallelArgs:
     use_distributed_optimizer: bool = False
     """Shard optimizer states and main parameters over data-parallel ranks."""
     num_distributed_optimizer_instances: int = flag(
-        1, needs="use_distributed_optimizer or use_megatron_fsdp", role="mapping"
+        1, needs=needs_support(ShardingCapability.INSTANCES), role="mapping"
     )
     """Number of replicas of the sharded optimizer state: it is sharded within a part of the data-parallel ranks."""
     overlap_grad_reduce: bool = flag(False, needs="data_ranks")
@@ -403,23 +405,12 @@ class ParallelArgs:
         return self.defer_embedding_wgrad_compute and not self.has_deferred_wgrad
 
     @property
-    def fsdp_strategy(self) -> str | None:
-        """What full sharding shards, as a value of --data-parallel-sharding-strategy; None without full sharding.
-
-        With one data-parallel rank, nothing is sharded whatever the strategy is.
-        """
-        if self.use_torch_fsdp2:
-            return "optim_grads_params"
-        return self.data_parallel_sharding_strategy if self.use_megatron_fsdp else None
-
-    @property
     def shards_outer(self) -> bool:
         """Whether the instances of the distributed optimizer share the optimizer state of fully sharded parameters."""
-        is_sharded = self.use_megatron_fsdp and self.data_parallel_sharding_strategy == "optim_grads_params"
         # a search asks before the rules have set the number of instances
         is_hybrid = (self.num_distributed_optimizer_instances or 1) > 1
         return (
-            is_sharded
+            get_sharding(self).supports(ShardingCapability.OUTER)
             and is_hybrid
             and (self.outer_dp_sharding_strategy == "optim" or self.enable_full_sharding_in_hsdp)
         )
@@ -427,16 +418,26 @@ class ParallelArgs:
     def has_fp32_main_params(self, params_dtype: str) -> bool:
         """Return whether main parameters are fp32, whatever the model computes in ("bf16", ...)."""
         dtype = self.megatron_fsdp_main_params_dtype
-        return not self.use_megatron_fsdp or params_dtype == "fp32" or dtype not in ("auto", params_dtype)
+        return not get_sharding(self).has_formats or params_dtype == "fp32" or dtype not in ("auto", params_dtype)
 
     @property
     def has_sharded_params(self) -> bool:
         """Whether the parameters themselves are sharded over the data-parallel ranks, so that there are no replicas."""
-        return self.fsdp_strategy in ("optim_grads", "optim_grads_params")
+        return get_sharding(self).shards_params
 
     @property
     def has_gathered_params(self) -> bool:
         """Whether full parameters stay resident between forward and backward, in addition to the shards."""
-        return self.fsdp_strategy == "optim_grads" or (
-            self.use_torch_fsdp2 and not self.torch_fsdp2_reshard_after_forward
-        )
+        sharding = get_sharding(self)
+        is_freed = sharding.gathers_each_pass and (sharding.has_formats or self.torch_fsdp2_reshard_after_forward)
+        return sharding.shards_params and not is_freed
+
+    @property
+    def has_bf16_main_grads(self) -> bool:
+        """Whether main gradients of parameters that are not fp32 are bf16 by a flag of the sharding."""
+        return get_sharding(self).has_formats and self.megatron_fsdp_main_grads_dtype == "bf16"
+
+    @property
+    def grad_comm_dtype(self) -> str:
+        """Format of gradients in messages by a flag of the sharding; auto if there is none."""
+        return self.megatron_fsdp_grad_comm_dtype if get_sharding(self).has_formats else "auto"

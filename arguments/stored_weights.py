@@ -4,6 +4,8 @@ from typing import Any
 
 from arguments.mechanisms.format_kinds.declaration import StoredForm
 from arguments.mechanisms.formats import quantized_format
+from arguments.mechanisms.sharding_kinds.declaration import ShardingCapability
+from arguments.mechanisms.shardings import get_sharding
 
 
 def stored_weight_format(precision: Any, parallel: Any) -> StoredForm | None:
@@ -18,12 +20,10 @@ def stored_weight_format(precision: Any, parallel: Any) -> StoredForm | None:
         precision: has the fields of PrecisionArgs.
         parallel: has the fields of ParallelArgs.
     """
-    is_fully_sharded = parallel.use_torch_fsdp2 or (
-        parallel.use_megatron_fsdp and parallel.data_parallel_sharding_strategy != "optim"
-    )
-    fmt = quantized_format(precision)
-    if fmt is None or fmt.stored is None or not parallel.use_distributed_optimizer or is_fully_sharded:
+    fmt, sharding = quantized_format(precision), get_sharding(parallel)
+    if fmt is None or fmt.stored is None or not sharding.supports(ShardingCapability.QUANTIZED_GATHER):
         return None
     if not getattr(precision, fmt.flags.param_gather) or not getattr(precision, fmt.stored.flag):
         return None
-    return None if fmt.stored.is_gathered_wide and parallel.use_megatron_fsdp else fmt.stored
+    is_accepted = not fmt.stored.is_gathered_wide or sharding.supports(ShardingCapability.GRAD_BUFFER_REUSE)
+    return fmt.stored if is_accepted else None

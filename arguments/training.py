@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from arguments.flag_properties import MAX_SAMPLES
+from arguments.mechanisms.offloaded_modules import offloaded_parts
 from arguments.mechanisms.sublayer_kinds.declaration import SublayerCapability
 from arguments.schema import flag
 
@@ -341,8 +342,7 @@ class TrainingArgs:
             return frozenset({"layer"})
         if not self.fine_grained_activation_offloading:
             return frozenset()
-        modules = set(self.offload_modules)
-        return frozenset(modules | {"expert_fc1", "moe_act"} if "fused_group_mlp" in modules else modules)
+        return offloaded_parts(self.offload_modules)
 
     @property
     def captured_modules(self) -> frozenset[str]:

@@ -24,11 +24,16 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from arguments.container import OPTIONS
+from arguments.mechanisms.captured_modules import CAPTURED_MODULES, GraphCapability
 from arguments.mechanisms.dispatchers import SELECTABLE, Capability
+from arguments.mechanisms.offloaded_modules import OFFLOADED_MODULES, OffloadCapability
 from arguments.mechanisms.optimizer_kinds.declaration import OptimizerCapability
 from arguments.mechanisms.optimizers import OPTIMIZERS
+from arguments.mechanisms.recomputed_modules import RECOMPUTED_MODULES, RecomputeCapability
 from arguments.mechanisms.selection_kinds.declaration import RoutingCapability
 from arguments.mechanisms.selections import SELECTIONS
+from arguments.mechanisms.sharding_kinds.declaration import ShardingCapability
+from arguments.mechanisms.shardings import SHARDINGS
 from arguments.mechanisms.sublayer_kinds.declaration import SublayerCapability
 from arguments.mechanisms.sublayers import SUBLAYERS
 from arguments.mechanisms.support import Mechanism, Rejected, support_among
@@ -246,6 +251,10 @@ KINDS = (
     Kind("Sublayers", SUBLAYERS, SublayerCapability),
     Kind("Optimizers", OPTIMIZERS, OptimizerCapability),
     Kind("Formats of quantized GEMMs", QUANTIZED, FormatCapability),
+    Kind("Shardings of data-parallel ranks", SHARDINGS, ShardingCapability),
+    Kind("Recomputed modules", RECOMPUTED_MODULES, RecomputeCapability),
+    Kind("Offloaded modules", OFFLOADED_MODULES, OffloadCapability),
+    Kind("Modules in CUDA graphs", CAPTURED_MODULES, GraphCapability),
 )
 
 

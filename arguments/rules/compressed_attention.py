@@ -3,17 +3,18 @@
 from collections.abc import Iterator
 
 from arguments.layer_pattern import OVERLAPPING_RATIO
+from arguments.mechanisms.recomputed_modules import RECOMPUTED_MODULES, RecomputeCapability
+from arguments.mechanisms.sharding_kinds.declaration import ShardingCapability
+from arguments.mechanisms.shardings import rejected_flags
 from arguments.mechanisms.sublayer_kinds.declaration import SublayerCapability
 from arguments.mechanisms.sublayers import COMPRESSED_ATTENTION, VARIANT, variant_of
-from arguments.rules.derived_sizes import DerivedSizes, divides, positive
+from arguments.mechanisms.support import rejecting
+from arguments.rules.derived_sizes import DerivedSizes, as_list, divides, positive
 from arguments.rules.sparse_attention import INDEXER_FLAGS, find_indexer_violations
 from arguments.settings import Limit, Settings, Violation
 
 _MENTION = COMPRESSED_ATTENTION.mention
-_EXCLUDED = (
-    ("use_torch_fsdp2", "parameters of compressors are not sharded so"),
-    ("use_megatron_fsdp", "parameters of compressors are not sharded so"),
-)
+_EXCLUDED = (*rejected_flags(ShardingCapability.COMPRESSED_KEYS),)
 
 
 def check_compressed_attention(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
@@ -77,7 +78,9 @@ def limit_compressed_attention(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
         f"{_MENTION} cannot be combined with {{context_parallel_size:flag}}: "
         f"{COMPRESSED_ATTENTION.reason(SublayerCapability.CONTEXT_PARALLEL)}.",
     )
-    yield Limit(
-        is_on and s.recompute_granularity == "selective" and "mla_up_proj" in (s.recompute_modules or ()),
-        f"{_MENTION} cannot be combined with {{recompute_modules:flag}} mla_up_proj: keys have no up-projection.",
-    )
+    recomputed = as_list(s.recompute_modules) if s.recompute_granularity == "selective" else []
+    for module, rejected in rejecting(RECOMPUTED_MODULES, RecomputeCapability.COMPRESSED_KEYS):
+        yield Limit(
+            is_on and module.key in recomputed,
+            f"{_MENTION} cannot be combined with {module.mention}: {rejected.reason}.",
+        )

@@ -21,6 +21,8 @@ from arguments.mechanisms.dispatchers import (
     types_with,
 )
 from arguments.mechanisms.formats import FLAGS, list_widths, quantized_format
+from arguments.mechanisms.layer_modules import named, refusing
+from arguments.mechanisms.offloaded_modules import OFFLOADED_MODULES, OffloadCapability
 from arguments.mechanisms.selection_kinds.declaration import RoutingCapability
 from arguments.mechanisms.selections import balancing_with
 from arguments.mechanisms.support import rejecting
@@ -324,11 +326,8 @@ def check_paged_stash_needs_rank_capacity(s: Settings, _f: DerivedSizes) -> Iter
 def check_paged_stash_conflicts(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if not s.moe_paged_stash:
         return
-    offloaded = [
-        part
-        for part in ("expert_fc1", "moe_act")
-        if s.fine_grained_activation_offloading and part in as_list(s.offload_modules)
-    ]
+    modules = named(OFFLOADED_MODULES, as_list(s.offload_modules) if s.fine_grained_activation_offloading else ())
+    offloaded = refusing(modules, OffloadCapability.PAGED_STASH)
     if offloaded:
         yield s.violation(
             "{moe_paged_stash} cannot be combined with {offload_modules:flag} {modules}: the same tensors cannot be in "

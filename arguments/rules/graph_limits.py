@@ -7,14 +7,19 @@ moe_preprocess), moe, full layers, the full iteration.
 
 from collections.abc import Iterator
 
-from arguments.layer_pattern import MAMBA, hybrid_letters
+from arguments.layer_pattern import hybrid_letters
+from arguments.mechanisms.captured_modules import CAPTURED_MODULES, LAYER, OF_FULL_LAYERS, GraphCapability, drawing
 from arguments.mechanisms.dispatchers import SELECTABLE, Capability, get_dispatcher
 from arguments.mechanisms.format_kinds.declaration import FormatCapability
 from arguments.mechanisms.formats import QUANTIZED
+from arguments.mechanisms.layer_modules import refusing
 from arguments.mechanisms.placement_kinds.declaration import PlacementCapability
 from arguments.mechanisms.placements import get_placement, rejected_flags
+from arguments.mechanisms.recomputed_modules import RECOMPUTED_MODULES, RecomputeCapability
 from arguments.mechanisms.selection_kinds.declaration import RoutingCapability
 from arguments.mechanisms.selections import SELECTIONS
+from arguments.mechanisms.sharding_kinds.declaration import ShardingCapability
+from arguments.mechanisms.shardings import rejected_flags as rejected_shardings
 from arguments.mechanisms.support import keys_with, rejecting
 from arguments.mtp import num_mtp_depths
 from arguments.rules.derived_sizes import DerivedSizes, as_list, moe_pattern
@@ -31,7 +36,7 @@ def captured_parts(s: Settings) -> set[str]:
     if s.cuda_graph_impl == "none" or _iteration_varies(s):
         return set()
     names = {name for word in as_list(s.cuda_graph_modules) for name in str(word).replace(",", " ").split()}
-    return names or {"attn", "mamba", "mlp", "moe", "moe_router", "layer"}
+    return names or set(OF_FULL_LAYERS)
 
 
 def _graph_flag(s: Settings) -> str:
@@ -164,12 +169,16 @@ def limit_padded_experts(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
 
 def limit_experts_exchange(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
     is_on = s.num_experts and "moe" in captured_parts(s) and (_is_padded(s) or has_fixed_receive_buffer(s))
-    yield _not_captured(
-        is_on and s.overlap_moe_expert_parallel_comm and s.cuda_graph_impl != "full_iteration",
-        "moe",
-        "overlap_moe_expert_parallel_comm",
-        "another microbatch cannot run inside a graph of a layer.",
-    )
+    for module, rejected_overlap in rejecting(CAPTURED_MODULES, GraphCapability.EXCHANGE_OVERLAP):
+        yield _not_captured(
+            is_on
+            and module.key in captured_parts(s)
+            and s.overlap_moe_expert_parallel_comm
+            and s.cuda_graph_impl != "full_iteration",
+            module.key,
+            "overlap_moe_expert_parallel_comm",
+            f"{rejected_overlap.reason}.",
+        )
     selected = get_dispatcher(s)
     unpadded = [each for each, _ in rejecting(SELECTABLE, Capability.CAPACITY_PADDING)]
     for each, rejected in (pair for pair in rejecting(SELECTABLE, Capability.PADDED_GRAPH) if pair[0] not in unpadded):
@@ -181,7 +190,7 @@ def limit_experts_exchange(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
 
 
 def limit_router(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
-    is_on = s.num_experts and captured_parts(s) & {"moe_router", "moe"}
+    is_on = s.num_experts and captured_parts(s) & {each.key for each in CAPTURED_MODULES if each.routes}
     for each in (each for each in SELECTIONS if each.rejects(RoutingCapability.GRAPH)):
         yield Limit(
             is_on and each.is_named(s),
@@ -203,17 +212,12 @@ def limit_random_numbers(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
     Forced routing (--moe-router-force-load-balancing) is drawn outside and read by the graph, whatever is recomputed.
     """
     captured = captured_parts(s)
-    for dest, part, is_inside, is_parallel in (
-        ("attention_dropout", "attn", "attn" in captured, f.tp > 1),
-        (
-            "hidden_dropout",
-            "attn, mamba, mlp or moe",
-            captured & {"attn", "mamba", "mlp", "moe", "layer"},
-            f.tp > 1 and s.sequence_parallel,
-        ),
-        ("moe_input_jitter_eps", "moe_router", s.num_experts and captured & {"moe_router", "moe"}, f.tp > 1),
+    for dest, part, has_part, is_parallel in (
+        ("attention_dropout", "attn", True, f.tp > 1),
+        ("hidden_dropout", "attn, mamba, mlp or moe", True, f.tp > 1 and s.sequence_parallel),
+        ("moe_input_jitter_eps", "moe_router", s.num_experts, f.tp > 1),
     ):
-        is_on = is_inside and getattr(s, dest)
+        is_on = has_part and captured & drawing(dest) and getattr(s, dest)
         ranks = "{sequence_parallel:flag}" if dest == "hidden_dropout" else "{tensor_model_parallel_size}"
         yield _not_captured(
             is_on and is_parallel,
@@ -228,7 +232,7 @@ def limit_random_numbers(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
             "with {recompute_granularity} its random numbers are drawn twice, from a state on the host.",
         )
     yield _not_captured(
-        "attn" in captured and s.attention_dropout and f.cp > 1,
+        captured & drawing("attention_dropout") and s.attention_dropout and f.cp > 1,
         "attn",
         "attention_dropout",
         "over the ranks of {context_parallel_size} it draws a seed on the host.",
@@ -238,36 +242,37 @@ def limit_random_numbers(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
 def limit_recompute(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     captured = captured_parts(s)
     yield _not_captured(
-        (s.mlp_chunks_for_training or 1) > 1 and captured - {"attn", "mamba"},
+        (s.mlp_chunks_for_training or 1) > 1
+        and not captured.isdisjoint((LAYER, *refusing(CAPTURED_MODULES, GraphCapability.MLP_CHUNKS))),
         "what runs in chunks",
         "mlp_chunks_for_training",
         "the pool of a graph holds the tensors of all chunks; --cuda-graph-modules attn captures the rest.",
     )
-    yield Limit(
-        s.recompute_granularity == "selective"
-        and "moe" in as_list(s.recompute_modules)
-        and captured & {"moe_router", "moe_preprocess"}
-        and "layer" not in captured,
-        "{cuda_graph_impl} cannot capture moe_router with {recompute_modules:flag} moe: a graph of moe_router cannot "
-        "run again inside moe. Leave one of the two out.",
-        kind="later",
-    )
+    recomputed = as_list(s.recompute_modules) if s.recompute_granularity == "selective" else []
+    for module, rejected in rejecting(RECOMPUTED_MODULES, RecomputeCapability.ROUTER_GRAPH):
+        yield Limit(
+            module.key in recomputed and captured & {"moe_router", "moe_preprocess"} and LAYER not in captured,
+            f"{{cuda_graph_impl}} cannot capture moe_router with {module.mention}: {rejected.reason}. Leave one of the "
+            "two out.",
+            kind="later",
+        )
 
 
 def limit_param_sharding(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
-    for dest in ("use_torch_fsdp2", "use_megatron_fsdp"):
+    for dest, reason in rejected_shardings(ShardingCapability.MODULE_GRAPHS):
         yield _not_captured(
             captured_parts(s) and getattr(s, dest) and s.cuda_graph_impl != "full_iteration",
             "modules",
             dest,
-            "sharded parameters are gathered at a different address every time; a graph of the full iteration contains "
-            "the gathers.",
+            f"{reason}; a graph of the full iteration contains the gathers.",
         )
 
 
 def limit_packed_chunks(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     yield _not_captured(
-        s.attention_chunk_size is not None and is_packed(s) and captured_parts(s) & {"attn", "layer"},
+        s.attention_chunk_size is not None
+        and is_packed(s)
+        and not captured_parts(s).isdisjoint((LAYER, *refusing(CAPTURED_MODULES, GraphCapability.PACKED_CHUNKS))),
         "attention to packed sequences",
         "attention_chunk_size",
         "their chunks begin at other tokens in every microbatch.",
@@ -275,13 +280,15 @@ def limit_packed_chunks(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
 
 
 def limit_mamba(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
-    yield Limit(
-        s.cuda_graph_modules
-        and "mamba" in captured_parts(s)
-        and MAMBA not in hybrid_letters(s.hybrid_layer_pattern or ""),
-        "{cuda_graph_impl} with {cuda_graph_modules:flag} mamba: there are no Mamba layers; leave mamba out.",
-        kind="later",
-    )
+    letters = hybrid_letters(s.hybrid_layer_pattern or "")
+    for module in (each for each in CAPTURED_MODULES if each.of_sublayers):
+        yield Limit(
+            s.cuda_graph_modules
+            and module.key in captured_parts(s)
+            and not any(each.letter in letters for each in module.of_sublayers),
+            f"{{cuda_graph_impl}} with {module.mention}: there are no {module.layers} layers; leave {module.key} out.",
+            kind="later",
+        )
 
 
 def limit_full_iteration_gather(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:

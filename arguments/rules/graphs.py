@@ -3,14 +3,16 @@
 from collections.abc import Iterator
 
 from arguments.layer_pattern import mixing_sublayers
+from arguments.mechanisms.captured_modules import CAPTURED_MODULES
+from arguments.mechanisms.layer_modules import named, unaccompanied
 from arguments.mechanisms.sublayers import MAMBA
 from arguments.rules.derived_sizes import DerivedSizes, as_list
 from arguments.rules.graph_limits import has_fixed_receive_buffer
-from arguments.rules.recompute import absent_modules
+from arguments.rules.recompute import absent_parts
 from arguments.settings import Settings, Violation
 
 IMPL, MODULES, OLD_SCOPE = "cuda_graph_impl", "cuda_graph_modules", "cuda_graph_scope_deprecated"
-CAPTURABLE = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
+CAPTURABLE = tuple(module.key for module in CAPTURED_MODULES)
 OLD_WHOLE = ("full", "full_iteration", "full_iteration_inference")
 
 
@@ -39,9 +41,11 @@ def resolve_old_scope(s: Settings, _f: DerivedSizes) -> None:
 
 def resolve_router_before_preprocess(s: Settings, _f: DerivedSizes) -> None:
     modules = _names(s.cuda_graph_modules)
-    if s.cuda_graph_impl == "local" and "moe_preprocess" in modules and "moe_router" not in modules:
-        s.note(f"{s.flag(MODULES)} moe_preprocess: moe_router is captured too, it comes before.")
-        s.set_derived(MODULES, [*modules, "moe_router"], "moe_preprocess comes with moe_router")
+    for module in named(CAPTURED_MODULES, modules) if s.cuda_graph_impl == "local" else ():
+        if module.after is not None and module.after[0] not in modules:
+            first, reason = module.after
+            s.note(f"{s.flag(MODULES)} {module.key}: {first} is captured too, {reason}.")
+            s.set_derived(MODULES, [*modules, first], f"{module.key} comes with {first}")
 
 
 def resolve_rng_tracker(s: Settings, _f: DerivedSizes) -> None:
@@ -52,12 +56,14 @@ def resolve_rng_tracker(s: Settings, _f: DerivedSizes) -> None:
 def note_absent_modules(s: Settings, f: DerivedSizes) -> None:
     if s.cuda_graph_impl == "none":
         return
-    absent = absent_modules(s, f)
+    absent = absent_parts(s, f)
     if mixing_sublayers(s) == {MAMBA}:
-        absent["attn"] = "attention"
-    for module in _names(s.cuda_graph_modules):
-        if module in absent:
-            s.note(f"{s.flag(MODULES)} {module}: no layer of this model has {absent[module]}, so nothing is captured.")
+        absent["mixer"] = "attention"
+    for module in named(CAPTURED_MODULES, _names(s.cuda_graph_modules)):
+        if module.part in absent:
+            s.note(
+                f"{s.flag(MODULES)} {module.key}: no layer of this model has {absent[module.part]}, so nothing is captured."
+            )
 
 
 # Checks.
@@ -95,14 +101,16 @@ def check_expert_modules(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
             "{moe_pad_expert_input_to_capacity:flag}, or {moe_expert_rank_capacity_factor:flag} with HybridEP: a graph "
             "cannot hold a varying number of tokens."
         )
-    if "moe" in modules and "moe_router" in modules:
-        yield s.violation("{cuda_graph_modules:flag}: moe already contains moe_router; name one of them.")
-    if "moe_preprocess" in modules and "moe_router" not in modules:
-        yield s.violation("{cuda_graph_modules:flag} moe_preprocess needs moe_router too: it comes before.")
-    if "mlp" in modules and f.moe_layers is not None and all(f.moe_layers):
-        yield s.violation(
-            "{cuda_graph_modules:flag} mlp needs dense layers, but every layer has experts ({moe_layer_freq})."
-        )
+    captured = named(CAPTURED_MODULES, modules)
+    for module in captured:
+        if module.inside in modules:
+            yield s.violation(
+                f"{{cuda_graph_modules:flag}}: {module.inside} already contains {module.key}; name one of them."
+            )
+    yield from unaccompanied(s, captured)
+    has_dense = f.moe_layers is None or not all(f.moe_layers)
+    for module in (each for each in captured if each.part == "dense feed-forward" and not has_dense):
+        yield s.violation(f"{module.mention} needs dense layers, but every layer has experts ({{moe_layer_freq}}).")
 
 
 def check_full_iteration_graph(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:

@@ -6,6 +6,9 @@ from arguments.lora import ALL_LINEAR, LINEARS, is_lora_target
 from arguments.mechanisms.formats import FLAGS
 from arguments.mechanisms.placement_kinds.declaration import PlacementCapability
 from arguments.mechanisms.placements import rejected_flags
+from arguments.mechanisms.recomputed_modules import RECOMPUTED_MODULES, RecomputeCapability
+from arguments.mechanisms.sharding_kinds.declaration import ShardingCapability
+from arguments.mechanisms.shardings import rejected_flags as rejected_shardings
 from arguments.mechanisms.sublayer_kinds.declaration import SublayerCapability
 from arguments.mechanisms.sublayers import SUBLAYERS, VARIANT, variant_of
 from arguments.mechanisms.support import rejecting
@@ -14,8 +17,7 @@ from arguments.settings import Limit, Settings, Violation
 
 DIM = "lora_dim"
 NOT_BUILT = (
-    ("use_torch_fsdp2", "it shards parameters that do not change"),
-    ("use_megatron_fsdp", "it shards parameters that do not change"),
+    *rejected_shardings(ShardingCapability.FROZEN),
     *tuple((flags.name, "it would quantize frozen weights in every iteration again") for flags in FLAGS),
     ("mla_down_proj_fusion", "an adapter belongs to one projection"),
     ("qk_clip", "it scales weights, which are frozen"),
@@ -54,12 +56,12 @@ def limit_lora(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
         applies = is_on and s.values[other] != s.default(other)
         yield Limit(applies, f"{{{DIM}:flag}} cannot be combined with {{}}: {why}.", (other,))
     has_dropout = is_on and bool(s.lora_dropout)
-    yield Limit(
-        has_dropout and "mla_up_proj" in as_list(s.recompute_modules),
-        "{lora_dropout:flag} cannot be combined with {recompute_modules:flag} mla_up_proj: what is recomputed there "
-        "draws no random numbers.",
-        ("recompute_modules",),
-    )
+    for module, rejected in rejecting(RECOMPUTED_MODULES, RecomputeCapability.ADAPTER_DROPOUT):
+        yield Limit(
+            has_dropout and module.key in as_list(s.recompute_modules),
+            f"{{lora_dropout:flag}} cannot be combined with {module.mention}: {rejected.reason}.",
+            ("recompute_modules",),
+        )
     yield Limit(
         has_dropout and (s.mlp_chunks_for_training or 1) > 1,
         "{lora_dropout:flag} cannot be combined with {mlp_chunks_for_training}: chunks draw no random numbers.",

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from arguments.mechanisms.formats import FLAGS
 from arguments.mechanisms.optimizer_kinds.declaration import OptimizerCapability
 from arguments.mechanisms.optimizers import OPTIMIZERS, get_optimizer
+from arguments.mechanisms.sharding_kinds.declaration import ShardingCapability
+from arguments.mechanisms.shardings import asked_for, get_sharding, rejected_flags, rejections, wrapped
 from arguments.mechanisms.support import keys_with
 from arguments.rules.derived_sizes import DerivedSizes
 from arguments.settings import Limit, Settings, Violation
@@ -16,8 +18,7 @@ from arguments.settings import Limit, Settings, Violation
 NOT_WITH_FROZEN_BACKBONE = (
     ("freeze_all_layers", "it trains nothing"),
     ("lora_dim", "adapters are trained alone"),
-    ("use_torch_fsdp2", "it shards parameters that do not change"),
-    ("use_megatron_fsdp", "it shards parameters that do not change"),
+    *rejected_flags(ShardingCapability.FROZEN),
     *tuple((flags.name, "it would quantize frozen weights in every iteration again") for flags in FLAGS),
     ("cuda_graph_impl", "no graph has captured layers with frozen weights yet"),
     ("use_transformer_engine_op_fuser", "its fused experts are not tested next to frozen weights"),
@@ -45,9 +46,10 @@ def resolve_frozen_layers(s: Settings, _f: DerivedSizes) -> None:
 
 
 def resolve_fsdp_optimizer(s: Settings, _f: DerivedSizes) -> None:
-    if s.use_megatron_fsdp and not s.use_distributed_optimizer:
-        s.note(f"{s.flag('use_megatron_fsdp')} turns --use-distributed-optimizer on.")
-        s.set_derived("use_distributed_optimizer", True, "Megatron-FSDP")
+    sharding = get_sharding(s)
+    if sharding.implies and not s.use_distributed_optimizer:
+        s.note(f"{s.flag(str(sharding.dest))} turns --use-distributed-optimizer on.")
+        s.set_derived("use_distributed_optimizer", True, sharding.implies)
 
 
 def note_fsdp_checkpoint_format(s: Settings, _f: DerivedSizes) -> None:
@@ -142,11 +144,11 @@ def check_weight_decay_schedule(s: Settings, _f: DerivedSizes) -> Iterator[Viola
 
 def check_sharded_optimizer(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     optimizer = get_optimizer(s)
-    for dest in ("use_megatron_fsdp", "use_torch_fsdp2"):
-        if getattr(s, dest) and optimizer.rejects(OptimizerCapability.FSDP):
+    for sharding in wrapped(s):
+        if optimizer.rejects(OptimizerCapability.FSDP):
             yield s.violation(
                 "{:flag} needs {optimizer:flag} {accepted}, not {optimizer:value}.",
-                dest,
+                str(sharding.dest),
                 accepted=" or ".join(keys_with(OPTIMIZERS, OptimizerCapability.FSDP)),
             )
     is_other_format = s.ckpt_format not in ("torch", "torch_dist")
@@ -158,19 +160,21 @@ def check_sharded_optimizer(s: Settings, _f: DerivedSizes) -> Iterator[Violation
 
 
 def check_one_fsdp(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
-    if s.use_megatron_fsdp and s.use_torch_fsdp2:
-        yield s.violation("Use only one of {use_megatron_fsdp} and {use_torch_fsdp2}.")
+    asked = [str(sharding.dest) for sharding in wrapped(s)]
+    if len(asked) > 1:
+        yield s.violation("Use only one of {} and {}.", *asked)
 
 
 def check_megatron_fsdp(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
-    if s.use_megatron_fsdp and s.ckpt_format != "fsdp_dtensor":
-        yield s.violation("{use_megatron_fsdp} needs {ckpt_format:flag} fsdp_dtensor, not {ckpt_format:value}.")
+    sharding = get_sharding(s)
+    if sharding.ckpt_format not in (None, s.ckpt_format):
+        text = f"{{}} needs {{ckpt_format:flag}} {sharding.ckpt_format}, not {{ckpt_format:value}}."
+        yield s.violation(text, str(sharding.dest))
 
 
 def check_outer_sharding(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
-    is_hybrid = s.use_megatron_fsdp and s.num_distributed_optimizer_instances > 1
-    sharding = s.data_parallel_sharding_strategy
-    if is_hybrid and s.outer_dp_sharding_strategy == "optim" and sharding != "optim_grads_params":
+    is_asked = s.num_distributed_optimizer_instances > 1 and s.outer_dp_sharding_strategy == "optim"
+    if is_asked and get_sharding(s).rejects(ShardingCapability.OUTER):
         yield s.violation(
             "{outer_dp_sharding_strategy} needs {data_parallel_sharding_strategy:flag} optim_grads_params, not "
             "{data_parallel_sharding_strategy:value}: instances can share only what each of them shards."
@@ -179,7 +183,7 @@ def check_outer_sharding(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
 
 def limit_fsdp_main_params_dtype(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     dtype = s.megatron_fsdp_main_params_dtype
-    is_narrow = s.use_megatron_fsdp and dtype != "fp32" and (s.bf16 or s.fp16)
+    is_narrow = get_sharding(s).has_formats and dtype != "fp32" and (s.bf16 or s.fp16)
     for model in ("bf16", "fp16"):
         yield Limit(
             is_narrow and s.values[model] and dtype not in ("auto", model),
@@ -200,26 +204,24 @@ def limit_fsdp_main_params_dtype(s: Settings, _f: DerivedSizes) -> Iterator[Limi
 
 
 def check_torch_fsdp(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
-    if not s.use_torch_fsdp2:
-        return
-    for dest, size in (("pipeline_model_parallel_size", f.pp), ("expert_model_parallel_size", f.ep)):
-        if size > 1:
-            yield s.violation("{use_torch_fsdp2} cannot be combined with {}.", dest)
+    for dest, size, capability in (
+        ("pipeline_model_parallel_size", f.pp, ShardingCapability.PIPELINE),
+        ("expert_model_parallel_size", f.ep, ShardingCapability.EXPERT_PARALLEL),
+    ):
+        for sharding, is_rejected in rejections(s, capability):
+            if size > 1 and is_rejected:
+                yield s.violation("{} cannot be combined with {}.", sharding, dest)
     if s.use_distributed_optimizer:
-        yield s.violation(
-            "{use_torch_fsdp2} cannot be combined with {use_distributed_optimizer}: it shards the optimizer itself."
-        )
-
-
-def fully_sharded(s: Settings) -> dict[str, bool]:
-    """Return, for the flag of each FSDP, whether it shards gradients (and perhaps parameters)."""
-    shards_grads = s.data_parallel_sharding_strategy in ("optim_grads", "optim_grads_params")
-    return {"use_torch_fsdp2": s.use_torch_fsdp2, "use_megatron_fsdp": s.use_megatron_fsdp and shards_grads}
+        for each in (each for each in asked_for(s) if each.shards_optimizer):
+            yield s.violation(
+                "{} cannot be combined with {use_distributed_optimizer}: it shards the optimizer itself.",
+                str(each.dest),
+            )
 
 
 def limit_fsdp_deferred_wgrad(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     """Parameters are sharded again when deferred weight gradients are computed (parallel/fsdp.py)."""
-    for parent, is_sharded in fully_sharded(s).items():
+    for parent, is_sharded in rejections(s, ShardingCapability.DEFERRED_WGRAD):
         for flag, is_deferred in (
             ("{pipeline_schedule:flag} zero-bubble", s.pipeline_schedule == "zero-bubble"),
             ("{defer_embedding_wgrad_compute:flag}", s.defer_embedding_wgrad_compute),

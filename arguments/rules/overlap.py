@@ -10,9 +10,13 @@ from collections.abc import Iterator
 from arguments.mechanisms.dispatchers import Capability, get_dispatcher
 from arguments.mechanisms.format_kinds.eight_bit import GRAD_BUFFER
 from arguments.mechanisms.formats import list_widths, quantized_format
+from arguments.mechanisms.layer_modules import named
 from arguments.mechanisms.optimizer_kinds.declaration import OptimizerCapability
 from arguments.mechanisms.optimizers import OPTIMIZERS, get_optimizer
-from arguments.mechanisms.support import keys_with
+from arguments.mechanisms.recomputed_modules import RECOMPUTED_MODULES, RecomputeCapability
+from arguments.mechanisms.sharding_kinds.declaration import ShardingCapability
+from arguments.mechanisms.shardings import SHARDINGS, get_sharding
+from arguments.mechanisms.support import keys_with, rejecting
 from arguments.rules.derived_sizes import DerivedSizes, as_list
 from arguments.rules.dispatcher import needs_other_type
 from arguments.settings import Limit, Settings, Violation
@@ -72,8 +76,9 @@ def check_ep_overlap_conflicts(s: Settings, f: DerivedSizes) -> Iterator[Violati
             "{overlap_moe_expert_parallel_comm} cannot be combined with {recompute_granularity}; recompute selected "
             "modules instead."
         )
-    if "moe" in as_list(s.recompute_modules):
-        yield s.violation("{overlap_moe_expert_parallel_comm} cannot be combined with {recompute_modules:flag} moe.")
+    for module in named(RECOMPUTED_MODULES, as_list(s.recompute_modules)):
+        if module.rejects(RecomputeCapability.EXCHANGE_OVERLAP):
+            yield s.violation(f"{{overlap_moe_expert_parallel_comm}} cannot be combined with {module.mention}.")
     if s.moe_shared_expert_overlap:
         yield s.violation(
             "{overlap_moe_expert_parallel_comm} cannot be combined with {moe_shared_expert_overlap}: both overlap "
@@ -121,7 +126,7 @@ def note_quantized_tp_overlap(s: Settings, _f: DerivedSizes) -> None:
 def check_param_gather_overlap(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if not s.overlap_param_gather:
         return
-    if not (s.use_distributed_optimizer or s.use_megatron_fsdp):
+    if get_sharding(s).rejects(ShardingCapability.PARAM_GATHER_OVERLAP):
         yield s.violation(
             "{overlap_param_gather} needs {use_distributed_optimizer:flag}: otherwise every rank already holds all "
             "parameters."
@@ -157,7 +162,8 @@ def limit_gather_with_optimizer_step(s: Settings, _f: DerivedSizes) -> Iterator[
         "{overlap_param_gather_with_optimizer_step} cannot be combined with {optimizer:flag} other than "
         f"{' and '.join(keys_with(OPTIMIZERS, OptimizerCapability.EARLY_GATHER))}.",
     )
-    for other in ("use_megatron_fsdp", GRAD_BUFFER):
+    late = [str(each.dest) for each, _ in rejecting(SHARDINGS, ShardingCapability.EARLY_GATHER) if each.implies]
+    for other in (*dict.fromkeys(late), GRAD_BUFFER):
         yield Limit(
             s.overlap_param_gather_with_optimizer_step and getattr(s, other),
             "{overlap_param_gather_with_optimizer_step} cannot be combined with {:flag}.",

@@ -12,9 +12,10 @@ from arguments.mechanisms.format_kinds.eight_bit import DELAYED
 from arguments.mechanisms.formats import FLAGS, QUANTIZED, quantized_format, selected
 from arguments.mechanisms.optimizer_kinds.declaration import OptimizerCapability
 from arguments.mechanisms.optimizers import OPTIMIZERS, get_optimizer
+from arguments.mechanisms.sharding_kinds.declaration import ShardingCapability
+from arguments.mechanisms.shardings import get_sharding, rejections
 from arguments.mechanisms.support import keys_with, rejecting
 from arguments.rules.derived_sizes import DerivedSizes
-from arguments.rules.optimizer import fully_sharded
 from arguments.settings import Limit, Settings, Violation
 
 NARROW_STATE = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
@@ -59,24 +60,26 @@ def note_unquantized_params(s: Settings, _f: DerivedSizes) -> None:
         return
     gather, recipe = fmt.flags.param_gather, fmt.flags.recipe
     wide = "are stored and gathered in the model's format here; GEMMs quantize them."
-    if s.use_torch_fsdp2 or s.use_megatron_fsdp and s.data_parallel_sharding_strategy != "optim":
-        parent = "use_torch_fsdp2" if s.use_torch_fsdp2 else "use_megatron_fsdp"
-        s.note(f"{s.flag(gather)} with {s.flag(parent)}: these weights {wide}")
+    sharding = get_sharding(s)
+    if sharding.ignores(ShardingCapability.QUANTIZED_GATHER):
+        s.note(f"{s.flag(gather)} with {s.flag(str(sharding.dest))}: these weights {wide}")
     elif fmt.is_custom:
         s.note(f"{s.shown(recipe)} with {s.flag(gather)}: weights whose formats a factory chooses {wide}")
-    elif fmt.stored and fmt.stored.is_gathered_wide and (not getattr(s, fmt.stored.flag) or s.use_megatron_fsdp):
+    elif (
+        fmt.stored
+        and fmt.stored.is_gathered_wide
+        and (not getattr(s, fmt.stored.flag) or sharding.ignores(ShardingCapability.GRAD_BUFFER_REUSE))
+    ):
         s.note(f"{s.shown(recipe)} with {s.flag(gather)}: {fmt.name} weights {wide}")
 
 
 def note_unused_grad_buffer(s: Settings, _f: DerivedSizes) -> None:
-    dest = "reuse_grad_buf_for_mxfp8_param_ag"
-    if getattr(s, dest) and (s.fp8_recipe != "mxfp8" or s.use_megatron_fsdp or s.use_torch_fsdp2):
+    dest, sharding = "reuse_grad_buf_for_mxfp8_param_ag", get_sharding(s)
+    if getattr(s, dest) and (s.fp8_recipe != "mxfp8" or sharding.ignores(ShardingCapability.GRAD_BUFFER_REUSE)):
         reason = (
             f"weights of {s.shown('fp8_recipe')} are gathered in fp8"
             if s.fp8_recipe != "mxfp8"
-            else "gradients have no flat buffer"
-            if s.use_torch_fsdp2
-            else "as in Megatron-LM, Megatron-FSDP gathers into its own buffers"
+            else sharding.reason(ShardingCapability.GRAD_BUFFER_REUSE)
         )
         s.note_no_effect(s.flag(dest), reason)
 
@@ -149,7 +152,7 @@ def check_quantized_param_gather(s: Settings, _f: DerivedSizes) -> Iterator[Viol
             continue
         if not getattr(s, flags.name):
             yield s.violation("{:flag} needs {:flag}.", gather, flags.name)
-        if not (s.use_distributed_optimizer or s.use_megatron_fsdp or s.use_torch_fsdp2):
+        if get_sharding(s).rejects(ShardingCapability.QUANTIZED_GATHER):
             yield s.violation(
                 "{:flag} needs {use_distributed_optimizer:flag}: only a sharded optimizer gathers parameters.", gather
             )
@@ -177,22 +180,21 @@ def check_precision_aware_optimizer(s: Settings, _f: DerivedSizes) -> Iterator[V
 
 def limit_fsdp_dtypes(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     """Fully sharded parameters are the fp32 main parameters, and torch accumulates their gradients in fp32."""
-    for parent, is_sharded in fully_sharded(s).items():
-        for dest in ("main_params_dtype", "main_grads_dtype"):
-            yield Limit(
-                is_sharded and getattr(s, dest) != "fp32",
-                "{} cannot be combined with {:flag}, whose shards and their gradients are fp32.",
-                (dest, parent),
-            )
-        for dest in (
-            "ddp_param_name_patterns_for_fp32_local_accumulation",
-            "ddp_reduce_scatter_with_fp32_accumulation",
-        ):
-            yield Limit(
-                is_sharded and getattr(s, dest),
-                "{:flag} cannot be combined with {:flag}, which reduces its gradients itself.",
-                (dest, parent),
-            )
+    for capability, dests, text in (
+        (
+            ShardingCapability.MAIN_FORMATS,
+            ("main_params_dtype", "main_grads_dtype"),
+            "{} cannot be combined with {:flag}, whose shards and their gradients are fp32.",
+        ),
+        (
+            ShardingCapability.FP32_SUMS,
+            ("ddp_param_name_patterns_for_fp32_local_accumulation", "ddp_reduce_scatter_with_fp32_accumulation"),
+            "{:flag} cannot be combined with {:flag}, which reduces its gradients itself.",
+        ),
+    ):
+        for parent, is_rejected in rejections(s, capability):
+            for dest in dests:
+                yield Limit(is_rejected and s.values[dest] != s.default(dest), text, (dest, parent))
 
 
 def limit_state_offload(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:

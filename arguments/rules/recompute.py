@@ -9,11 +9,14 @@ from collections.abc import Iterator
 from arguments.layer_pattern import MLP, MOE, hybrid_letters, mixing_sublayers
 from arguments.mechanisms.format_kinds.declaration import FormatCapability
 from arguments.mechanisms.formats import FLAGS, of_width, quantized_format, selected
+from arguments.mechanisms.layer_modules import Part, named, refusing, unaccompanied
+from arguments.mechanisms.offloaded_modules import OFFLOADED_MODULES, OffloadCapability
 from arguments.mechanisms.optimizer_kinds.declaration import OptimizerCapability
 from arguments.mechanisms.optimizers import get_optimizer
 from arguments.mechanisms.placement_kinds.declaration import PlacementCapability
 from arguments.mechanisms.placements import rejected_flags
-from arguments.mechanisms.sublayers import SUBLAYERS, VARIANT, variant_of
+from arguments.mechanisms.recomputed_modules import RECOMPUTED_MODULES, RecomputeCapability
+from arguments.mechanisms.sublayers import VARIANT, variant_of
 from arguments.mechanisms.support import keys_with
 from arguments.mtp import mtp_letters
 from arguments.rules.derived_sizes import DerivedSizes, as_list, positive
@@ -25,33 +28,7 @@ GRANULARITY, METHOD, LAYERS, MODULES = (
     "recompute_num_layers",
     "recompute_modules",
 )
-RECOMPUTABLE = (
-    "core_attn",
-    "moe_act",
-    "layernorm",
-    "mla_up_proj",
-    "mlp",
-    "moe",
-    "shared_experts",
-    "gdn_norm_out",
-    "gdp_in_proj",
-    "gdp_qkv",
-    "mhc",
-)
-OFFLOADABLE = (
-    "core_attn",
-    "attn_proj",
-    "expert_fc1",
-    "fused_group_mlp",
-    "moe_act",
-    "attn_norm",
-    "mlp_norm",
-    "qkv_linear",
-    "gdp_qkv",
-)
-OF_EXPERTS = ("moe", "moe_act", "expert_fc1", "fused_group_mlp", "moe_router", "moe_preprocess")
-OF_MIXERS = ("core_attn", "qkv_linear", "attn_proj", "attn_norm", "attn")
-"""Modules of layers with experts, and of layers with attention, recurrences or convolutions."""
+OFFLOADED = "offload_modules"
 
 
 # Derived values.
@@ -94,8 +71,8 @@ def note_redundant_modules(s: Settings, f: DerivedSizes) -> None:
         )
 
 
-def absent_modules(s: Settings, sizes: DerivedSizes) -> dict[str, str]:
-    """Return the modules, in the words of recompute, offload and graphs, that no layer has, and what it would be."""
+def absent_parts(s: Settings, sizes: DerivedSizes) -> dict[Part, str]:
+    """Return the parts that no layer has, with the words for what the layers would have."""
     pattern, mixers = s.hybrid_layer_pattern, mixing_sublayers(s)
     if pattern:
         letters = hybrid_letters(pattern) + mtp_letters(pattern)
@@ -103,31 +80,35 @@ def absent_modules(s: Settings, sizes: DerivedSizes) -> dict[str, str]:
     else:
         has_experts = sizes.experts is not None and (sizes.moe_layers is None or any(sizes.moe_layers))
         has_dense = sizes.experts is None or sizes.moe_layers is None or not all(sizes.moe_layers)
-    absent = {}
+    absent: dict[Part, str] = {}
     if not has_experts:
-        absent = dict.fromkeys((*OF_EXPERTS, "shared_experts"), "experts")
+        absent |= {"experts": "experts", "shared experts": "experts"}
     elif s.moe_shared_expert_intermediate_size is None:
-        absent["shared_experts"] = "shared experts"
+        absent["shared experts"] = "shared experts"
     if not has_dense:
-        absent["mlp"] = "dense feed-forward"
+        absent["dense feed-forward"] = "dense feed-forward"
     if not has_experts and not has_dense:
-        absent["mlp_norm"] = "feed-forward"
+        absent["feed-forward"] = "feed-forward"
     if not mixers:
-        absent |= dict.fromkeys(OF_MIXERS, "attention")
+        absent["mixer"] = "attention"
+    if not any(each.is_attention for each in mixers):
+        absent["attention"] = "attention"
     return absent
 
 
 def note_absent_modules(s: Settings, f: DerivedSizes) -> None:
     """Note modules that no layer of this model has."""
-    absent = absent_modules(s, f)
-    attends = any(each.is_attention for each in mixing_sublayers(s))
-    for dest, acts, more, verb in (
-        (MODULES, s.recompute_granularity == "selective", {} if attends else {"core_attn": "attention"}, "recompute"),
-        ("offload_modules", s.fine_grained_activation_offloading, {}, "offload"),
+    absent = absent_parts(s, f)
+    for known, acts, verb in (
+        (RECOMPUTED_MODULES, s.recompute_granularity == "selective", "recompute"),
+        (OFFLOADED_MODULES, s.fine_grained_activation_offloading, "offload"),
     ):
-        for module in as_list(getattr(s, dest)) if acts else ():
-            if what := (absent | more).get(module):
-                s.note(f"{s.flag(dest)} {module}: no layer of this model has {what}, so there is nothing to {verb}.")
+        for module in known if acts else ():
+            if module.part in absent and module.key in as_list(getattr(s, module.dest)):
+                s.note(
+                    f"{s.flag(module.dest)} {module.key}: no layer of this model has {absent[module.part]}, so there "
+                    f"is nothing to {verb}."
+                )
 
 
 # Checks.
@@ -161,7 +142,8 @@ def check_selective_recompute(s: Settings, _f: DerivedSizes) -> Iterator[Violati
 
 def check_known_modules(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     """Check names also if nothing is recomputed or offloaded: a wrong name would matter later."""
-    for dest, known in ((MODULES, RECOMPUTABLE), ("offload_modules", OFFLOADABLE)):
+    for dest, modules in ((MODULES, RECOMPUTED_MODULES), (OFFLOADED, OFFLOADED_MODULES)):
+        known = [module.key for module in modules]
         unknown = [module for module in as_list(getattr(s, dest)) if module not in known]
         if unknown:
             yield s.violation(
@@ -172,19 +154,16 @@ def check_known_modules(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
 def check_recompute_modules(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if s.recompute_granularity != "selective":
         return
-    modules = as_list(s.recompute_modules)
-    if "moe_act" in modules and not s.moe_grouped_gemm:
-        yield s.violation("{recompute_modules:flag} moe_act needs {moe_grouped_gemm:flag}.")
-    if "gdn_norm_out" in modules and not variant_of(s).has_delta_rule:
-        names = " or ".join(str(each.variant) for each in SUBLAYERS if each.has_delta_rule)
-        yield s.violation(f"{{recompute_modules:flag}} gdn_norm_out needs {{{VARIANT}:flag}} {names}.")
-    if "mla_up_proj" in modules and not s.multi_latent_attention:
-        yield s.violation("{recompute_modules:flag} mla_up_proj needs {multi_latent_attention:flag}.")
-    if "shared_experts" in modules and s.moe_shared_expert_overlap:
-        yield s.violation(
-            "{recompute_modules:flag} shared_experts cannot be combined with {moe_shared_expert_overlap}."
-        )
-    scaled = [module for module in ("moe_act", "layernorm") if module in modules]
+    modules = named(RECOMPUTED_MODULES, as_list(s.recompute_modules))
+    for module in modules:
+        if module.needs_flag and not getattr(s, module.needs_flag):
+            yield s.violation(f"{module.mention} needs {{:flag}}.", module.needs_flag)
+        if module.of_sublayers and variant_of(s) not in module.of_sublayers:
+            names = " or ".join(str(each.variant) for each in module.of_sublayers)
+            yield s.violation(f"{module.mention} needs {{{VARIANT}:flag}} {names}.")
+        if s.moe_shared_expert_overlap and module.rejects(RecomputeCapability.SHARED_EXPERT_OVERLAP):
+            yield s.violation(f"{module.mention} cannot be combined with {{moe_shared_expert_overlap}}.")
+    scaled = refusing(modules, RecomputeCapability.NARROW_INPUTS)
     fmt = quantized_format(s)
     if scaled and fmt is not None and fmt.rejects(FormatCapability.RECOMPUTED_INPUTS):
         yield s.violation(
@@ -238,12 +217,13 @@ def limit_mlp_chunks(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
         is_chunked and s.pipeline_schedule == "zero-bubble",
         f"{{mlp_chunks_for_training}} cannot be combined with {{pipeline_schedule:flag}} zero-bubble: {deferred}.",
     )
+    *others, last = refusing(
+        sorted(OFFLOADED_MODULES, key=lambda each: bool(each.stands_for)), OffloadCapability.MLP_CHUNKS
+    )
     yield Limit(
-        is_chunked
-        and s.fine_grained_activation_offloading
-        and {"expert_fc1", "moe_act", "fused_group_mlp"} & set(as_list(s.offload_modules)),
-        "{mlp_chunks_for_training} cannot be combined with {offload_modules:flag} expert_fc1, moe_act or "
-        "fused_group_mlp: the tensors of a chunk are recomputed ({recompute_modules:flag} moe), not offloaded.",
+        is_chunked and s.fine_grained_activation_offloading and {*others, last} & set(as_list(s.offload_modules)),
+        f"{{mlp_chunks_for_training}} cannot be combined with {{offload_modules:flag}} {', '.join(others)} or {last}: "
+        "the tensors of a chunk are recomputed ({recompute_modules:flag} moe), not offloaded.",
     )
 
 
@@ -252,7 +232,9 @@ def note_mlp_chunks(s: Settings, f: DerivedSizes) -> None:
     if not positive(s.mlp_chunks_for_training) or s.mlp_chunks_for_training == 1:
         return
     flag, modules = s.shown("mlp_chunks_for_training"), as_list(s.recompute_modules)
-    chunked = {"mlp", "moe", "shared_experts"} & set(modules if s.recompute_granularity == "selective" else ())
+    chunked = s.recompute_granularity == "selective" and any(
+        module.runs_in_chunks for module in named(RECOMPUTED_MODULES, modules)
+    )
     if s.recompute_granularity != "full" and not chunked:
         s.note(
             f"{flag}: the tensors of all chunks are saved for backward; {s.flag(MODULES)} mlp moe recomputes them "
@@ -289,23 +271,23 @@ def check_distributed_activations(s: Settings, f: DerivedSizes) -> Iterator[Viol
 
 
 def check_activation_offload(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
-    modules = as_list(s.offload_modules)
+    modules = named(OFFLOADED_MODULES, as_list(s.offload_modules))
     if not s.fine_grained_activation_offloading:
         return
-    if not modules:
+    if not as_list(s.offload_modules):
         yield s.violation(
             "{fine_grained_activation_offloading} needs {offload_modules:flag}: some of {known}.",
-            known=", ".join(OFFLOADABLE),
+            known=", ".join(module.key for module in OFFLOADED_MODULES),
         )
     if s.transformer_impl != "transformer_engine":
         yield s.violation(
             "{fine_grained_activation_offloading} needs {transformer_impl:flag} transformer_engine, not "
             "{transformer_impl:value}."
         )
-    if "attn_proj" in modules and "core_attn" not in modules:
-        yield s.violation("{offload_modules:flag} attn_proj needs core_attn too: its input is what core_attn saves.")
-    inside = [module for module in ("expert_fc1", "moe_act") if module in modules]
-    if inside and s.recompute_granularity == "selective" and "moe" in as_list(s.recompute_modules):
+    yield from unaccompanied(s, modules)
+    recomputed = as_list(s.recompute_modules) if s.recompute_granularity == "selective" else []
+    inside = [module.key for module in modules if module.inside in recomputed]
+    if inside:
         yield s.violation(
             "{offload_modules:flag} {modules} cannot be combined with {recompute_modules:flag} moe, which contains "
             "them.",

@@ -5,6 +5,8 @@ from dataclasses import fields
 from pathlib import PurePosixPath
 from typing import Any
 
+from arguments.mechanisms.sharding_kinds.declaration import ShardingCapability
+from arguments.mechanisms.shardings import get_sharding
 from arguments.optimizer import OptimizerArgs
 from arguments.rules.derived_sizes import DerivedSizes, as_list, divides, positive
 from arguments.settings import Limit, Settings, Violation
@@ -333,11 +335,7 @@ def check_loss_spike_factor(s: Settings, _f: DerivedSizes) -> Iterator[Violation
 
 def check_weight_hash_needs_replicas(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     dest = "check_weight_hash_across_dp_replicas_interval"
-    if (
-        s.use_megatron_fsdp
-        and getattr(s, dest) is not None
-        and s.data_parallel_sharding_strategy == "optim_grads_params"
-    ):
+    if getattr(s, dest) is not None and get_sharding(s).rejects(ShardingCapability.REPLICA_HASH):
         yield s.violation(
             "{check_weight_hash_across_dp_replicas_interval} with {data_parallel_sharding_strategy}: no two ranks hold "
             "the same weight, so there is nothing to compare."

@@ -48,6 +48,7 @@ from arguments.mechanisms.dispatchers import get_dispatcher
 from arguments.mechanisms.format_kinds.eight_bit import OUTPUT_LAYER
 from arguments.mechanisms.placements import get_placement
 from arguments.mechanisms.selections import PROJECTIONS
+from arguments.mechanisms.shardings import get_sharding
 from arguments.mechanisms.sublayers import variant_of
 from arguments.sparse_attention import use_gathered_keys
 from arguments.stage_layout import ChunkLayout, chunk_layouts, parallel_sizes
@@ -471,7 +472,7 @@ def _buffers(
         ep = args.parallel.expert_model_parallel_size
         held = get_placement(args.moe, ep).held_elements(args.moe, params.layers[True].expert, ep, params.num_experts)
         working += float(held * sizes.size)
-    if args.parallel.fsdp_strategy == "optim_grads_params":
+    if get_sharding(args.parallel).gathers_each_pass:
         largest = max((params.layers[kind].total for kind in kinds), default=0)
         gathered = 3 if args.parallel.overlap_moe_expert_parallel_comm else 2  # a layer for each pass, and the next one
         reduced = 1  # the gradients of a layer before they are reduced

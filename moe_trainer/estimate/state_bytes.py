@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Literal
 
 from arguments.mechanisms.formats import STATE_BYTES
 from arguments.mechanisms.optimizers import get_element_rule, get_optimizer
+from arguments.mechanisms.shardings import get_sharding
 from arguments.stage_layout import parallel_sizes
 
 if TYPE_CHECKING:
@@ -75,14 +76,14 @@ def _trained_state_bytes(args: Arguments, world_size: int, kind: str, stored: bo
     if parallel.has_sharded_params and _data_ranks(args, world_size, "dense") > 1:
         # shards are weights and main parameters at once
         is_wide = parallel.has_fp32_main_params(precision.params_dtype_name)
-        narrow_sums = parallel.use_megatron_fsdp and parallel.megatron_fsdp_main_grads_dtype == "bf16"
+        narrow_sums = parallel.has_bf16_main_grads
         shard = (4.0 if is_wide else width) / instance_ranks
         # narrow parameters have narrow gradients, which are added to fp32 sums
         gradients = 4.0 if is_wide else width + (0.0 if narrow_sums else 4.0)
         moments /= ranks if parallel.shards_outer else instance_ranks
         gathered = width if parallel.has_gathered_params else 0.0
         return StateBytes(shard + gathered, gradients / instance_ranks, 0.0, moments, _share_on_host(args) * moments)
-    is_sharded = parallel.use_distributed_optimizer and parallel.fsdp_strategy != "no_shard"
+    is_sharded = get_sharding(parallel).shards_flat_state
     shards = instance_ranks if is_sharded else 1
     share, main_device, main_host = _share_on_host(args), 0.0, 0.0
     if stored:
@@ -152,8 +153,7 @@ def _gradient_bytes(args: Arguments) -> float:
     With --ddp-param-name-patterns-for-fp32-local-accumulation all, the separate accumulation counts too.
     """
     precision, half = args.precision, args.precision.bf16 or args.precision.fp16
-    sharded = args.parallel.use_megatron_fsdp and args.parallel.megatron_fsdp_main_grads_dtype == "bf16"
-    stored_in_bf16 = half and (sharded or args.optimizer.main_grads_dtype == "bf16")
+    stored_in_bf16 = half and (args.parallel.has_bf16_main_grads or args.optimizer.main_grads_dtype == "bf16")
     if not (stored_in_bf16 or (precision.bf16 and precision.grad_reduce_in_bf16)):
         return 4.0
     return 6.0 if "all" in args.parallel.ddp_param_name_patterns_for_fp32_local_accumulation else 2.0

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Literal
 
 from arguments.layer_pattern import mtp_layer_pattern
+from arguments.mechanisms.shardings import get_sharding
 from arguments.stage_layout import ChunkLayout, chunk_layouts, parallel_sizes
 from moe_trainer.estimate.corrections import correction
 from moe_trainer.estimate.interconnect import Interconnect
@@ -313,10 +314,11 @@ def _data_parallel(
         replicas = max(1, world_size // (stride * mapping["pp"]))
         reduce += links.ring(num_params * gradient_wire_bytes(args), stride, replicas)
         gather += links.ring(num_params * size - num_narrow * (size - width), stride, replicas)
-    if parallel.fsdp_strategy not in (None, "no_shard"):
-        each = reduce + (2 if parallel.fsdp_strategy == "optim_grads_params" else 0) * gather
+    sharding = get_sharding(parallel)
+    if sharding.reduces_each_microbatch:
+        each = reduce + (2 if sharding.gathers_each_pass else 0) * gather
         return num_microbatches * max(0.0, each - window[0].compute - window[1].compute)
-    if not parallel.use_distributed_optimizer:
+    if not sharding.shards_flat_state:
         gather = reduce  # the other half of an all-reduce
     forward, backward = (passes.compute for passes in window)
     exposed = max(0.0, reduce - backward) if parallel.overlap_grad_reduce else reduce

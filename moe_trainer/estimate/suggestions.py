@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from arguments.mechanisms.dispatchers import ALLTOALL, get_dispatcher
+from arguments.mechanisms.shardings import get_sharding
 from arguments.stage_layout import chunk_layouts
 from arguments.tokens import drop_flags
 from moe_trainer.estimate.hardware import GIB
@@ -283,7 +284,7 @@ def _mapping(args: Arguments, hardware: Hardware, gpus: int) -> Iterator[Change]
 
 def _optimizer(args: Arguments) -> Iterator[Change]:
     optimizer = args.optimizer
-    needs = () if args.parallel.use_distributed_optimizer else ("--use-distributed-optimizer",)
+    needs = () if get_sharding(args.parallel).shards_flat_state else ("--use-distributed-optimizer",)
     aware = (*needs, "--use-precision-aware-optimizer")
     if needs:
         yield Change("sharding", needs)  # changes no number, so it is offered next to what does

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, cast
 from arguments.layer_pattern import uses_window
 from arguments.mechanisms.dispatchers import SELECTABLE, Dispatcher, get_dispatcher
 from arguments.mechanisms.formats import FLAGS
+from arguments.mechanisms.shardings import get_sharding
 from arguments.mechanisms.sublayers import variant_of
 from moe_trainer.estimate.corrections import (
     Bias,
@@ -160,7 +161,7 @@ UNTESTED_FEATURES: Features = MappingProxyType(
         "neither bf16 nor fp8": lambda plan: not plan.args.precision.bf16,
         **_unmeasured_dispatchers(),
         **_FARTHER,
-        "fully sharded data parallelism": lambda plan: plan.args.parallel.fsdp_strategy not in (None, "no_shard"),
+        "fully sharded data parallelism": lambda plan: not get_sharding(plan.args.parallel).is_measured,
         "the zero-bubble schedule": lambda plan: plan.args.parallel.pipeline_schedule == "zero-bubble",
         "attention without a fused kernel": lambda plan: plan.args.model.attention_backend in ("unfused", "local"),
         "full recompute": lambda plan: plan.args.training.recompute_granularity == "full",

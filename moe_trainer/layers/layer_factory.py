@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend
 
 from arguments import Arguments, te_support
+from arguments.mechanisms.offloaded_modules import OFFLOADED_MODULES
 from arguments.model import ModelArgs
 from arguments.moe import MoEArgs
 from arguments.precision import PrecisionArgs
@@ -43,7 +44,7 @@ from moe_trainer.quantization.recipe import QuantizationRecipe
 
 logger = logging.getLogger(__name__)
 
-TENSORS_OF_EXPERTS = frozenset({"moe_act", "expert_fc1"})
+TENSORS_OF_EXPERTS = frozenset(each.key for each in OFFLOADED_MODULES if each.saves_received)
 """Names of --recompute-modules and --offload-modules for tensors inside the experts."""
 
 

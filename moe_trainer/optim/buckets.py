@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from arguments.mechanisms.shardings import get_sharding
 from arguments.parallel import ParallelArgs
 from moe_trainer.parallel.params import get_param_info, is_quantized_param, unique_params
 from moe_trainer.parallel.state import Group, ParallelState
@@ -134,7 +135,8 @@ def plan_layouts(
     Raises:
         ValueError: a parameter has no ParamInfo.
     """
-    groups = _reducing_groups(ps, parallel.use_distributed_optimizer)
+    is_sharded = get_sharding(parallel).shards_flat_state
+    groups = _reducing_groups(ps, is_sharded)
     ordered = [param for param in unique_params(params) if param.requires_grad]
     kinds: dict[tuple[str, torch.dtype, torch.device, bool, bool], list[tuple[int, Parameter]]] = {}
     for position, param in enumerate(ordered):
@@ -150,7 +152,6 @@ def plan_layouts(
         align = math.lcm(group.size * (2 if is_quantized else 1), BUCKET_ALIGN)
         if parallel.ddp_pad_buckets_for_high_nccl_busbw:
             align = math.lcm(align, HIGH_BANDWIDTH_ALIGN)
-        is_sharded = parallel.use_distributed_optimizer
         buckets = (
             _whole_param_buckets(members, bucket_size, align, group.size)
             if has_whole_params and is_sharded

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
+from arguments.mechanisms.shardings import get_sharding
 from arguments.parallel import ParallelArgs
 from arguments.precision import PrecisionArgs
 from moe_trainer.ops.fused_library import FusedLibrary
@@ -170,7 +171,7 @@ class DataParallelGrads:
             library: see MainGradSum.
         """
         self._library = library
-        self.is_sharded = parallel.use_distributed_optimizer
+        self.is_sharded = get_sharding(parallel).shards_flat_state
         self.overlap = parallel.overlap_grad_reduce
         self.buffers = tuple(
             GradBuffer(

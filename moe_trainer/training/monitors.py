@@ -16,6 +16,8 @@ import torch
 from torch import nn
 
 from arguments import Arguments
+from arguments.mechanisms.sharding_kinds.declaration import ShardingCapability
+from arguments.mechanisms.shardings import get_sharding
 from moe_trainer.metrics.energy import Energy, EnergyMeter, open_energy_meter
 from moe_trainer.metrics.memory_snapshots import MemorySnapshotRecorder
 from moe_trainer.resilience.device_check import check_devices
@@ -43,11 +45,10 @@ class RankMonitors:
         self._args, self._runtime = args, runtime
         self._stragglers = _make_straggler_detector(args, runtime)
         self._hash_interval = args.training.check_weight_hash_across_dp_replicas_interval
-        if self._hash_interval is not None and args.parallel.has_sharded_params:
-            logger.info(
-                "--check-weight-hash-across-dp-replicas-interval has no effect: parameters are sharded over the "
-                "data-parallel ranks, so there are no replicas to compare"
-            )
+        sharding = get_sharding(args.parallel)
+        if self._hash_interval is not None and sharding.ignores(ShardingCapability.REPLICA_HASH):
+            reason = sharding.reason(ShardingCapability.REPLICA_HASH)
+            logger.info("--check-weight-hash-across-dp-replicas-interval has no effect: %s", reason)
             self._hash_interval = None
         self._energy = _make_energy_meter(args, runtime)
         self._allocations = _make_snapshot_recorder(args, runtime)

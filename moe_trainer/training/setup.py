@@ -19,6 +19,8 @@ from torch.nn import Parameter
 
 from arguments import Arguments
 from arguments.mechanisms.formats import quantized_format
+from arguments.mechanisms.sharding_kinds.declaration import ShardingCapability
+from arguments.mechanisms.shardings import get_sharding
 from arguments.regular_file import regular_file
 from arguments.vocabulary import choose_padded_vocab_size, get_padded_vocab_size
 from moe_trainer.checkpoint.manager import saved_padded_vocab_size
@@ -237,11 +239,7 @@ def build_grad_buffers(
 ) -> DataParallelGrads | FsdpGrads:
     """Build the gradient buffers, or shard the model and build the sharded gradients. Collective."""
     ps, parallel, per_token = runtime.ps, args.parallel, args.training.calculate_per_token_loss
-    narrow = (
-        parallel.use_megatron_fsdp
-        and parallel.megatron_fsdp_main_grads_dtype == "bf16"
-        and args.precision.params_dtype_name != "fp32"
-    )
+    narrow = parallel.has_bf16_main_grads and args.precision.params_dtype_name != "fp32"
     if parallel.has_sharded_params:
         if ps.dp_cp.size > 1:
             apply_fsdp(args, runtime, chunks)
@@ -253,8 +251,8 @@ def build_grad_buffers(
                 shards_outer=parallel.shards_outer,
             )
         logger.info("one data-parallel rank: parameters are not sharded")
-    if parallel.fsdp_strategy == "no_shard":
-        parallel = replace(parallel, use_distributed_optimizer=False, overlap_param_gather=False)
+    if get_sharding(parallel).ignores(ShardingCapability.PARAM_GATHER_OVERLAP):
+        parallel = replace(parallel, overlap_param_gather=False)
     stored, fmt = args.stored_weight_format, quantized_format(args.precision)
     if stored is not None and fmt is not None:
         count = store_quantized_weights(chunks)
@@ -293,7 +291,7 @@ def build_grad_buffers(
 def apply_fsdp(args: Arguments, runtime: Runtime, chunks: list[Transformer]) -> None:
     """Shard all parameters over the data-parallel ranks, layer by layer."""
     parallel, precision = args.parallel, args.precision
-    reduce_dtype = parallel.megatron_fsdp_grad_comm_dtype if parallel.use_megatron_fsdp else "auto"
+    reduce_dtype = parallel.grad_comm_dtype
     if reduce_dtype == "auto":
         reduce_dtype = "bf16" if precision.grad_reduce_in_bf16 else "fp32"
     param_dtype = dict(DTYPES)[precision.params_dtype_name]

@@ -22,6 +22,7 @@ from arguments.mechanisms.dispatchers import ALLTOALL
 from arguments.mechanisms.format_kinds.declaration import FormatCapability
 from arguments.mechanisms.formats import BY_KEY, FLAGS, TRANSPORT, UNPROVABLE, of_width
 from arguments.mechanisms.selections import SPLITS
+from arguments.mechanisms.shardings import WRAPPED_FLAGS
 from arguments.settings import Settings
 from moe_trainer.verification.mapping import ParallelMapping
 
@@ -33,7 +34,6 @@ TRANSPORT_FLAGS = ("moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype")
 _TRANSPORT_NOTE = (
     "tokens sent in fp8 ({}): checked in fp64 with constant weights, since a last digit can change a rounding to fp8"
 )
-_SHARDED = ("use_torch_fsdp2", "use_megatron_fsdp")
 _OTHERS = tuple(dest for flags in UNPROVABLE for dest in (flags.name, flags.recipe, flags.param_gather))
 WITHOUT_FP8 = MappingProxyType(dict.fromkeys(flags_of("quantization").difference(_OTHERS, TRANSPORT_FLAGS)))
 
@@ -46,7 +46,7 @@ def comparable_fp8_options(
     The options replace those in `values`, a command line by destination. Flags that cannot be kept are None.
     """
     transport = [dest for dest in TRANSPORT_FLAGS if values.get(dest) == TRANSPORT.key]
-    is_sharded = any(values.get(dest) for dest in _SHARDED)
+    is_sharded = any(values.get(dest) for dest in WRAPPED_FLAGS)
     other = next((flags for flags in UNPROVABLE if values.get(flags.name)), None)
     if transport and (other or not values.get("fp8") or is_sharded):
         flags, without = ", ".join(f"--{dest.replace('_', '-')}" for dest in transport), dict.fromkeys(transport)

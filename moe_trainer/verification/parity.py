@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from arguments import Arguments, parse_args
+from arguments.mechanisms.shardings import WRAPPED_FLAGS
 from arguments.precision import PrecisionArgs
 from moe_trainer.data.packing import PackFormat
 from moe_trainer.launch_env import LaunchEnv
@@ -96,7 +97,7 @@ def check_parity(pool: RankPool, case: ParityCase, seed: int = 0) -> ParityResul
             seed, reference = find_stable_reference(pool, case, range(seed, stop_seed))
         except RankPoolError as error:
             return make_result([], f"the reference run failed\n{error}")
-        if any(word.endswith(("-fsdp", "-fsdp2")) for word in case.argv):
+        if any(f"--{dest.replace('_', '-')}" in case.argv for dest in WRAPPED_FLAGS):
             pool.refresh()
         try:
             actual = pool.run(train_case, case.world_size, case, seed)

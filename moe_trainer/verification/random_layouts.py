@@ -32,6 +32,7 @@ from arguments.mechanisms.selection_kinds.declaration import (
     RoutingCapability,
 )
 from arguments.mechanisms.selections import LOSSES, NO_BALANCING, SELECTIONS, SPLITS, of_balancing
+from arguments.mechanisms.shardings import MEGATRON_FSDP, TORCH_FSDP2
 from arguments.mechanisms.sublayers import SPARSE_ATTENTION, SUBLAYERS, VARIANT
 from arguments.mtp import num_mtp_depths
 from moe_trainer.verification.low_precision import comparable_fp8_options
@@ -450,10 +451,9 @@ def _sharded(rng: random.Random, mapping: ParallelMapping) -> dict[str, Any]:
     options: dict[str, Any] = {"use_distributed_optimizer": False, "overlap_param_gather": False}
     options["num_distributed_optimizer_instances"] = None
     if _chance(rng, 0.4):
-        return options | {"use_torch_fsdp2": True, "overlap_grad_reduce": False, "ddp_bucket_size": None}
-    strategy = rng.choice(("optim", "optim_grads", "optim_grads_params"))
-    options |= {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": strategy}
-    return options | {"ckpt_format": "fsdp_dtensor"}
+        return options | TORCH_FSDP2.selected_by | {"overlap_grad_reduce": False, "ddp_bucket_size": None}
+    sharding = rng.choice([each for each in MEGATRON_FSDP if each.shards_flat_state])
+    return options | sharding.selected_by | {"ckpt_format": sharding.ckpt_format}
 
 
 def _memory(rng: random.Random, values: dict[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from arguments import flag_status
 from arguments.container import OPTIONS
 from arguments.mechanisms.formats import FLAGS
 from arguments.mechanisms.optimizers import OPTIMIZERS
+from arguments.mechanisms.shardings import SHARDINGS
 
 ROOT = Path(__file__).parents[2]
 READ_BY_ARGUMENTS = {
@@ -26,9 +27,11 @@ USED_BY_THE_PROGRAM = (
 """Modules of `arguments` that compute what the model is built from, and where its data are."""
 READ_BY_PATTERN = {"train_data_path", "valid_data_path", "test_data_path", "moe_upcycling_expert_init"}
 """Read as f"{split}_data_path" in arguments/blend.py, and by key in checkpoint/upcycling.py."""
-READ_BY_DECLARATION = {each.others_follow for each in OPTIMIZERS} | {
-    dest for each in FLAGS for dest in (each.recipe, each.factory, each.param_gather, each.wgrad)
-}
+READ_BY_DECLARATION = (
+    {each.others_follow for each in OPTIMIZERS}
+    | {dest for each in SHARDINGS for dest in each.selected_by}
+    | {dest for each in FLAGS for dest in (each.recipe, each.factory, each.param_gather, each.wgrad)}
+)
 """Read by the name that a declaration has; see also `named_by_declarations`."""
 READ_FOR_THE_RECORD = {
     "use_gigatoken",  # part of the tokenizer's identity in the names of index files, as in Megatron

@@ -1,0 +1,81 @@
+"""What declarations of modules of a layer have in common, whether they are recomputed, offloaded or captured.
+
+recomputed_modules.py, offloaded_modules.py and captured_modules.py have one declaration for each name that their flag
+takes. A declaration states for every capability of its kind that it acts, or why not.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, ClassVar, Literal, TypeVar
+
+from arguments.mechanisms.support import C, Mechanism, NoEffect, Rejected, Support
+from arguments.settings import Settings, Violation
+
+UNBUILT = NoEffect("layers that have it are not built: its name is rejected")
+Part = Literal["attention", "mixer", "feed-forward", "dense feed-forward", "experts", "shared experts"]
+"""Of a layer; a mixer is attention, a recurrence or a convolution."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerModule(Mechanism[C]):
+    """Declaration of a module of a layer.
+
+    Attributes:
+        dest: destination of the flag that takes its name.
+        key: its name.
+        capabilities: for each whether it acts, or why not.
+        part: what a layer must have for it; None if every layer can have it.
+        is_built: layers that have it exist here.
+        inside: the module that contains it; "" if none does.
+        after: the module that must be named with it, and why; None if none must.
+    """
+
+    dest: ClassVar[str]
+    declares: ClassVar[type[Any]]
+    key: str
+    capabilities: Mapping[C, Support]
+    part: Part | None = None
+    is_built: bool = True
+    inside: str = ""
+    after: tuple[str, str] | None = None
+
+    def __post_init__(self):
+        self.check_declares_all(self.declares)
+
+    @property
+    def name(self) -> str:  # type: ignore[override]  # another attribute, read only
+        """Name in the manual."""
+        return f"`{self.key}`"
+
+    @property
+    def mention(self) -> str:  # type: ignore[override]  # another attribute, read only
+        """The flag that takes its name, with the name, as a template of Settings.violation."""
+        return f"{{{self.dest}:flag}} {self.key}"
+
+
+L = TypeVar("L", bound=LayerModule[Any])
+
+
+def unbuilt(modules: Iterable[LayerModule[Any]]) -> tuple[str, ...]:
+    """Return the names of modules of layers that do not exist here."""
+    return tuple(each.key for each in modules if not each.is_built)
+
+
+def named(modules: Sequence[L], names: Iterable[str]) -> tuple[L, ...]:
+    """Return the modules that are named, in the order of their declarations; unknown names are left out."""
+    wanted = set(names)
+    return tuple(each for each in modules if each.key in wanted)
+
+
+def refusing(modules: Iterable[L], capability: Enum) -> tuple[str, ...]:
+    """Return the names of modules that reject a capability."""
+    return tuple(each.key for each in modules if isinstance(each.capabilities[capability], Rejected))
+
+
+def unaccompanied(s: Settings, modules: Sequence[LayerModule[Any]]) -> Iterator[Violation]:
+    """Report modules that are named without the one that they come after."""
+    names = [module.key for module in modules]
+    for module in modules:
+        if module.after is not None and module.after[0] not in names:
+            yield s.violation(f"{module.mention} needs {module.after[0]} too: {module.after[1]}.")
