@@ -61,9 +61,8 @@ def note_absent_modules(s: Settings, f: DerivedSizes) -> None:
         absent["mixer"] = "attention"
     for module in named(CAPTURED_MODULES, _names(s.cuda_graph_modules)):
         if module.part in absent:
-            s.note(
-                f"{s.flag(MODULES)} {module.key}: no layer of this model has {absent[module.part]}, so nothing is captured."
-            )
+            what = absent[module.part]
+            s.note(f"{s.flag(MODULES)} {module.key}: no layer of this model has {what}, so nothing is captured.")
 
 
 # Checks.
