@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from arguments.mechanisms import sublayers
-from arguments.mechanisms.sublayers import BY_LETTER, VARIANT, Sublayer, attention_of, variant_of
+from arguments.mechanisms.sublayers import BY_LETTER, VARIANT, SublayerDeclaration, attention_of, variant_of
 from arguments.mtp import DEPTH, mtp_letters
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def recorded_moe_layers(record: Mapping[str, Any]) -> tuple[bool, ...]:
 
 
 def linear_layer_pattern(
-    num_layers: int, variant: Sublayer, linear_attention_freq: int | Sequence[int] | None
+    num_layers: int, variant: SublayerDeclaration, linear_attention_freq: int | Sequence[int] | None
 ) -> tuple[bool, ...]:
     """Return for every decoder layer whether it has linear attention; `variant` is the attention variant.
 
@@ -93,7 +93,7 @@ def recorded_linear_layers(record: Mapping[str, Any], num_layers: int) -> tuple[
     return linear_layer_pattern(num_layers, variant_of(record), record.get("linear_attention_freq"))
 
 
-def mixing_sublayer(model: ModelArgs, number: int) -> Sublayer | None:
+def mixing_sublayer(model: ModelArgs, number: int) -> SublayerDeclaration | None:
     """Return the sublayer that mixes positions in a layer (from 0); None if there is none."""
     if layer_letter(model, number) in (MLP, MOE):
         return None
@@ -132,7 +132,7 @@ def letter_flags(pattern: str, position_embedding_type: object) -> dict[str, obj
     return flags
 
 
-def mixing_sublayers(flags: Any) -> frozenset[Sublayer]:
+def mixing_sublayers(flags: Any) -> frozenset[SublayerDeclaration]:
     """Return the kinds of sublayers that mix positions in a model, also in its depths of multi-token prediction.
 
     Args:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from arguments.flag_properties import MAX_EXPERTS, MAX_SIZE
 from arguments.mechanisms.dispatchers import BACKENDS, TYPES
-from arguments.mechanisms.selection_kinds.declaration import RoutingCapability
+from arguments.mechanisms.selection_kinds.declaration import SelectionCapability
 from arguments.mechanisms.selections import BALANCING_KINDS, expert_split, output_slices
 from arguments.mechanisms.sublayer_kinds.declaration import SublayerCapability
 from arguments.schema import flag, layer_pattern
@@ -99,16 +99,16 @@ class MoEArgs:
     )
     """Function that turns router logits into scores."""
     moe_router_pre_softmax: bool = flag(
-        False, restore="always", needs="num_experts", demands=RoutingCapability.PRE_SOFTMAX
+        False, restore="always", needs="num_experts", demands=SelectionCapability.PRE_SOFTMAX
     )
     """Take the softmax over all experts before choosing the top k, instead of over the chosen ones."""
     moe_router_sparsemixer_jitter: float | None = flag(
-        None, restore="always", needs="num_experts", bounds=">=0", demands=RoutingCapability.SPARSEMIXER
+        None, restore="always", needs="num_experts", bounds=">=0", demands=SelectionCapability.SPARSEMIXER
     )
     """Weigh each of the two chosen experts by a separate softmax (SparseMixer, Phi-3.5-MoE): over the logits within
     twice this relative distance of it, without the better expert. Unset: one softmax. A flag of this program."""
     moe_router_topk_scaling_factor: float | None = flag(
-        None, restore="always", needs="num_experts", bounds=">0", unset=1.0, demands=RoutingCapability.SCALING_FACTOR
+        None, restore="always", needs="num_experts", bounds=">0", unset=1.0, demands=SelectionCapability.SCALING_FACTOR
     )
     """Multiply the chosen probabilities by this factor. Unset: 1."""
     moe_router_num_groups: int | None = flag(
@@ -116,7 +116,7 @@ class MoEArgs:
     )
     """Number of groups that the experts are divided into for group-limited routing."""
     moe_router_group_topk: int | None = flag(
-        None, restore="always", needs="num_experts", role="size", demands=RoutingCapability.GROUPS
+        None, restore="always", needs="num_experts", role="size", demands=SelectionCapability.GROUPS
     )
     """Number of groups that a token may choose its experts from."""
     moe_router_group_score_topk: int | None = flag(
@@ -127,7 +127,7 @@ class MoEArgs:
     moe_router_dtype: Literal["fp32", "fp64"] | None = flag(None, restore="unless given", needs="num_experts")
     """Format of the router's GEMM and scores. Unset: the format of the activations."""
     moe_router_enable_expert_bias: bool = flag(
-        False, restore="always", needs="num_experts", demands=RoutingCapability.EXPERT_BIAS
+        False, restore="always", needs="num_experts", demands=SelectionCapability.EXPERT_BIAS
     )
     """Balance without a loss: a bias per expert, which affects the choice only, follows the load."""
     moe_router_bias_update_rate: float = flag(
@@ -144,7 +144,7 @@ class MoEArgs:
     """Skew the routing for benchmarks: standard deviation of a random bias per expert, drawn in every step (once if
     negative)."""
     moe_n_hash_layers: int = flag(
-        0, restore="always", needs="num_experts", bounds=">=0", role="size", demands=RoutingCapability.HASH_LAYERS
+        0, restore="always", needs="num_experts", bounds=">=0", role="size", demands=SelectionCapability.HASH_LAYERS
     )
     """Number of first layers, dense ones included, that choose experts by token id from a fixed table instead of by
     score (DeepSeek-V4). The weights of the chosen experts still come from the router."""
@@ -155,7 +155,7 @@ class MoEArgs:
     moe_router_padding_for_fp8: bool = flag(False, restore="never", role="quantization")
     """Deprecated spelling of --moe-router-padding-for-quantization."""
     moe_enable_routing_replay: bool = flag(
-        False, restore="never", needs="moe_routing_replay_path", role="size", demands=RoutingCapability.REPLAY
+        False, restore="never", needs="moe_routing_replay_path", role="size", demands=SelectionCapability.REPLAY
     )
     """Take the experts of every token from outside; see --moe-routing-replay-path."""
     moe_routing_replay_path: str | None = flag(None, restore="never", needs="num_experts", path="read", role="size")
@@ -261,7 +261,9 @@ class MoEArgs:
     """Format in which gradients are sent in the backward of combine by alltoall and flex with deepep or hybridep."""
     moe_permute_fusion: bool = flag(False, restore="never", needs="num_experts")
     """Use fused kernels for the permutation of tokens."""
-    moe_router_fusion: bool = flag(False, restore="never", needs="num_experts", demands=RoutingCapability.FUSED_KERNEL)
+    moe_router_fusion: bool = flag(
+        False, restore="never", needs="num_experts", demands=SelectionCapability.FUSED_KERNEL
+    )
     """Use fused kernels for the router."""
     moe_paged_stash: bool = flag(False, restore="never", needs="num_experts", role="method")
     """Store expert activations in pages between forward and backward, so that only the tokens in use take memory. The
@@ -282,7 +284,7 @@ class MoEArgs:
 
     # ---- upcycling
     moe_use_upcycling: bool = flag(
-        False, restore="never", role="size", demands=(RoutingCapability.UPCYCLING, SublayerCapability.UPCYCLING)
+        False, restore="never", role="size", demands=(SelectionCapability.UPCYCLING, SublayerCapability.UPCYCLING)
     )
     """Turn the dense checkpoint of --load into a MoE model and save it before training."""
     moe_upcycling_granularity: int = flag(1, restore="never", needs="moe_use_upcycling", bounds=">0", role="size")

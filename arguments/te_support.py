@@ -8,7 +8,7 @@ in place of all of them.
 from collections.abc import Collection
 from typing import Any
 
-from arguments.mechanisms.dispatchers import Capability, get_dispatcher
+from arguments.mechanisms.dispatchers import DispatcherCapability, get_dispatcher
 from arguments.mechanisms.format_kinds.declaration import FormatCapability
 from arguments.mechanisms.formats import quantized_format, quantizes_weight_gradients
 from arguments.mechanisms.placement_kinds.declaration import PlacementCapability
@@ -147,7 +147,11 @@ def fused_experts_problem(moe: Any, precision: Any) -> str | None:
     if fmt is not None and (problem := fmt.reason(FormatCapability.DEVICE_COUNTS)):
         return problem
     dispatcher = get_dispatcher(moe)
-    return dispatcher.reason(Capability.FUSED_EXPERTS) if dispatcher.ignores(Capability.FUSED_EXPERTS) else None
+    return (
+        dispatcher.reason(DispatcherCapability.FUSED_EXPERTS)
+        if dispatcher.ignores(DispatcherCapability.FUSED_EXPERTS)
+        else None
+    )
 
 
 def has_captured_experts(captured: Collection[str]) -> bool:

@@ -25,12 +25,12 @@ sys.path.insert(0, str(ROOT))
 
 from arguments.container import OPTIONS
 from arguments.mechanisms.captured_modules import CAPTURED_MODULES, GraphCapability
-from arguments.mechanisms.dispatchers import SELECTABLE, Capability
+from arguments.mechanisms.dispatchers import SELECTABLE, DispatcherCapability
 from arguments.mechanisms.offloaded_modules import OFFLOADED_MODULES, OffloadCapability
 from arguments.mechanisms.optimizer_kinds.declaration import OptimizerCapability
 from arguments.mechanisms.optimizers import OPTIMIZERS
 from arguments.mechanisms.recomputed_modules import RECOMPUTED_MODULES, RecomputeCapability
-from arguments.mechanisms.selection_kinds.declaration import RoutingCapability
+from arguments.mechanisms.selection_kinds.declaration import SelectionCapability
 from arguments.mechanisms.selections import SELECTIONS
 from arguments.mechanisms.sharding_kinds.declaration import ShardingCapability
 from arguments.mechanisms.shardings import SHARDINGS
@@ -246,8 +246,8 @@ class Kind(NamedTuple):
 
 
 KINDS = (
-    Kind("Token dispatchers", SELECTABLE, Capability),
-    Kind("Selections of experts", SELECTIONS, RoutingCapability),
+    Kind("Token dispatchers", SELECTABLE, DispatcherCapability),
+    Kind("Selections of experts", SELECTIONS, SelectionCapability),
     Kind("Sublayers", SUBLAYERS, SublayerCapability),
     Kind("Optimizers", OPTIMIZERS, OptimizerCapability),
     Kind("Formats of quantized GEMMs", QUANTIZED, FormatCapability),

@@ -5,7 +5,7 @@ from enum import Enum
 from types import MappingProxyType
 
 from arguments.mechanisms.layer_modules import LayerModule
-from arguments.mechanisms.sublayers import MAMBA, Sublayer
+from arguments.mechanisms.sublayers import MAMBA, SublayerDeclaration
 from arguments.mechanisms.support import Rejected, Support
 
 LAYER = "layer"
@@ -35,7 +35,7 @@ class CapturedModule(LayerModule[GraphCapability]):
     dest = "cuda_graph_modules"
     declares = GraphCapability
     is_whole: bool = True
-    of_sublayers: tuple[Sublayer, ...] = ()
+    of_sublayers: tuple[SublayerDeclaration, ...] = ()
     layers: str = ""
     draws: tuple[str, ...] = ()
     routes: bool = False

@@ -4,7 +4,7 @@ A dispatcher is selected by --moe-token-dispatcher-type and, if that is flex, --
 expert rank `LOCAL` runs whatever is selected. `get_dispatcher` is the only place that reads the two flags. Its module
 is moe_trainer/moe/dispatch/<key>.py, with `make_dispatcher` and a class whose `declaration` it is.
 
-A declaration, in dispatcher_kinds/, states for every `Capability` that it acts, that the flags that
+A declaration, in dispatcher_kinds/, states for every `DispatcherCapability` that it acts, that the flags that
 demand it are rejected and why, or that they have no effect and why. Its `traffic` is what the estimate sends over which
 link.
 """
@@ -14,7 +14,13 @@ from typing import Any
 
 from arguments.mechanisms.dispatcher_kinds.allgather import ALLGATHER
 from arguments.mechanisms.dispatcher_kinds.alltoall import ALLTOALL
-from arguments.mechanisms.dispatcher_kinds.declaration import BACKEND, FLEX, TYPE, Capability, Dispatcher
+from arguments.mechanisms.dispatcher_kinds.declaration import (
+    BACKEND,
+    FLEX,
+    TYPE,
+    DispatcherCapability,
+    DispatcherDeclaration,
+)
 from arguments.mechanisms.dispatcher_kinds.deepep import DEEPEP
 from arguments.mechanisms.dispatcher_kinds.hierarchical import HIERARCHICAL
 from arguments.mechanisms.dispatcher_kinds.hybridep import HYBRIDEP
@@ -25,7 +31,7 @@ from arguments.mechanisms.support import keys_with
 SELECTING_FLAGS = (TYPE, BACKEND, "moe_enable_deepep")
 """Destinations of the flags that select a dispatcher, the deprecated one included."""
 
-DISPATCHERS: tuple[Dispatcher, ...] = (
+DISPATCHERS: tuple[DispatcherDeclaration, ...] = (
     LOCAL,
     ALLGATHER,
     ALLTOALL,
@@ -46,12 +52,12 @@ OLD_NAMES = MappingProxyType({(each.dest, old): each.key for each in SELECTABLE 
 _BY_TYPE = MappingProxyType({each.type: each for each in SELECTABLE if each.backend is None})
 
 
-def find_dispatcher(kind: str, backend: str | None = None) -> Dispatcher:
+def find_dispatcher(kind: str, backend: str | None = None) -> DispatcherDeclaration:
     """Return the dispatcher of a value of --moe-token-dispatcher-type and, for flex, --moe-flex-dispatcher-backend."""
     return BACKENDS[backend] if kind == FLEX and backend is not None else _BY_TYPE[kind]
 
 
-def get_dispatcher(moe: Any) -> Dispatcher:
+def get_dispatcher(moe: Any) -> DispatcherDeclaration:
     """Return the dispatcher that the flags select, which runs if there is more than one expert rank.
 
     Args:
@@ -60,11 +66,11 @@ def get_dispatcher(moe: Any) -> Dispatcher:
     return find_dispatcher(moe.moe_token_dispatcher_type, moe.moe_flex_dispatcher_backend)
 
 
-def types_with(capability: Capability) -> tuple[str, ...]:
+def types_with(capability: DispatcherCapability) -> tuple[str, ...]:
     """Return the values of --moe-token-dispatcher-type with which no flag that demands a capability is rejected."""
     return tuple(dict.fromkeys(str(each.type) for each in SELECTABLE if not each.rejects(capability)))
 
 
-def backends_with(capability: Capability) -> tuple[str, ...]:
+def backends_with(capability: DispatcherCapability) -> tuple[str, ...]:
     """Return the values of --moe-flex-dispatcher-backend with which flags that demand a capability act."""
     return keys_with(BACKENDS.values(), capability)

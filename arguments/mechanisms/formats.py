@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from arguments.mechanisms.format_kinds.declaration import FormatCapability, FormatFlags, QuantizedFormat
+from arguments.mechanisms.format_kinds.declaration import FormatCapability, FormatDeclaration, FormatFlags
 from arguments.mechanisms.format_kinds.eight_bit import BLOCKWISE, DELAYED, FP8, FP8_CUSTOM, MXFP8, TENSORWISE
 from arguments.mechanisms.format_kinds.nvfp4 import FP4_CUSTOM, NVFP4
 
@@ -34,7 +34,7 @@ BF16 = PlainFormat("bf16", 2.0)
 FP16 = PlainFormat("fp16", 2.0)
 STATE_BYTES = MappingProxyType({each.name: each.num_bytes for each in (FP32, BF16, FP16, PlainFormat(FP8.name, 1.0))})
 """Bytes of an element of the optimizer's state, by the values of the flags of its formats."""
-QUANTIZED: tuple[QuantizedFormat, ...] = (
+QUANTIZED: tuple[FormatDeclaration, ...] = (
     DELAYED,
     TENSORWISE,
     BLOCKWISE,
@@ -49,7 +49,7 @@ UNPROVABLE = tuple(
     flags for flags in FLAGS if all(each.rejects(FormatCapability.PROOF) for each in QUANTIZED if each.flags is flags)
 )
 """Those of the widths in which one process cannot compute what several compute."""
-BY_KEY: Mapping[str, QuantizedFormat] = MappingProxyType({each.key: each for each in reversed(QUANTIZED)})
+BY_KEY: Mapping[str, FormatDeclaration] = MappingProxyType({each.key: each for each in reversed(QUANTIZED)})
 """Formats by the name of their module, whatever the width that a function chooses from."""
 SELECTING_FLAGS = tuple(dest for flags in FLAGS for dest in (flags.name, flags.recipe))
 """Destinations of the flags that select a format of GEMMs."""
@@ -78,7 +78,7 @@ def plain_format(precision: Any) -> PlainFormat:
     return next((each for each in (BF16, FP16) if getattr(precision, each.name)), FP32)
 
 
-def quantized_format(precision: Any) -> QuantizedFormat | None:
+def quantized_format(precision: Any) -> FormatDeclaration | None:
     """Return the format of quantized GEMMs; None if no flag asks for one.
 
     Args:
@@ -88,7 +88,7 @@ def quantized_format(precision: Any) -> QuantizedFormat | None:
     return None if flags is None else selected(precision, flags)
 
 
-def selected(precision: Any, flags: FormatFlags) -> QuantizedFormat:
+def selected(precision: Any, flags: FormatFlags) -> FormatDeclaration:
     """Return the format that the flags of a width select, whether they ask for the width or not."""
     return next(each for each in of_width(flags) if each.key == getattr(precision, flags.recipe))
 
@@ -99,12 +99,12 @@ def quantizes_weight_gradients(precision: Any) -> bool:
     return fmt is not None and (fmt.flags.wgrad is None or getattr(precision, fmt.flags.wgrad))
 
 
-def of_width(flags: FormatFlags) -> tuple[QuantizedFormat, ...]:
+def of_width(flags: FormatFlags) -> tuple[FormatDeclaration, ...]:
     """Return the formats of a width."""
     return tuple(each for each in QUANTIZED if each.flags is flags)
 
 
-def naming_flag(fmt: QuantizedFormat, holds: Callable[[QuantizedFormat], bool]) -> str:
+def naming_flag(fmt: FormatDeclaration, holds: Callable[[FormatDeclaration], bool]) -> str:
     """Return the destination of the flag that is the reason if something holds for a format: of its width, or of it."""
     return fmt.flags.name if all(map(holds, of_width(fmt.flags))) else fmt.flags.recipe
 

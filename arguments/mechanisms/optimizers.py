@@ -10,19 +10,19 @@ from types import MappingProxyType
 from typing import Any
 
 from arguments.mechanisms.optimizer_kinds.adam import ADAM, record_adam_group
-from arguments.mechanisms.optimizer_kinds.declaration import OPTIMIZER, DeclaredOptimizer, OptimizerCapability
+from arguments.mechanisms.optimizer_kinds.declaration import OPTIMIZER, OptimizerCapability, OptimizerDeclaration
 from arguments.mechanisms.optimizer_kinds.lion import LION
 from arguments.mechanisms.optimizer_kinds.muon import MUON
 from arguments.mechanisms.optimizer_kinds.sgd import SGD
 from arguments.mechanisms.support import Rejected
 
-OPTIMIZERS: tuple[DeclaredOptimizer, ...] = (
+OPTIMIZERS: tuple[OptimizerDeclaration, ...] = (
     ADAM,
     SGD,
     MUON,
     LION,
 )
-OTHER = DeclaredOptimizer(
+OTHER = OptimizerDeclaration(
     key="other",
     name="other optimizers of Megatron-LM",
     states=(),
@@ -40,12 +40,12 @@ NAMES = tuple(name for each in OPTIMIZERS for name in (each.key, *each.old_names
 _BY_NAME = MappingProxyType({name: each for each in OPTIMIZERS for name in (each.key, *each.old_names)})
 
 
-def find_optimizer(name: Any) -> DeclaredOptimizer:
+def find_optimizer(name: Any) -> OptimizerDeclaration:
     """Return the optimizer of a value of --optimizer, `OTHER` if this program has none."""
     return _BY_NAME.get(name, OTHER)
 
 
-def get_optimizer(optimizer: Any) -> DeclaredOptimizer:
+def get_optimizer(optimizer: Any) -> OptimizerDeclaration:
     """Return the optimizer that the flags select.
 
     Args:
@@ -54,7 +54,7 @@ def get_optimizer(optimizer: Any) -> DeclaredOptimizer:
     return find_optimizer(getattr(optimizer, OPTIMIZER))
 
 
-def get_element_rule(optimizer: Any) -> DeclaredOptimizer:
+def get_element_rule(optimizer: Any) -> OptimizerDeclaration:
     """Return the optimizer whose rule updates vectors and embeddings, element by element.
 
     Args:

@@ -9,11 +9,11 @@ why, or that they have no effect and why.
 from typing import Any
 
 from arguments.mechanisms.placement_kinds.cloned import CLONED
-from arguments.mechanisms.placement_kinds.declaration import DeclaredPlacement, PlacementCapability
+from arguments.mechanisms.placement_kinds.declaration import PlacementCapability, PlacementDeclaration
 from arguments.mechanisms.placement_kinds.own import OWN
 from arguments.mechanisms.support import rejecting
 
-PLACEMENTS: tuple[DeclaredPlacement, ...] = (
+PLACEMENTS: tuple[PlacementDeclaration, ...] = (
     CLONED,
     OWN,
 )
@@ -22,7 +22,7 @@ UNMOVED_MAXIMA = tuple(each.unmoved_maximum for each in PLACEMENTS if each.unmov
 """Names in metrics.jsonl."""
 
 
-def get_placement(moe: Any, ep: int) -> DeclaredPlacement:
+def get_placement(moe: Any, ep: int) -> PlacementDeclaration:
     """Return the placement that the flags ask for.
 
     Args:

@@ -6,7 +6,7 @@ from enum import Enum
 from types import MappingProxyType
 
 from arguments.mechanisms.layer_modules import UNBUILT, LayerModule, Part
-from arguments.mechanisms.sublayers import SUBLAYERS, Sublayer
+from arguments.mechanisms.sublayers import SUBLAYERS, SublayerDeclaration
 from arguments.mechanisms.support import Rejected, Support
 
 
@@ -34,7 +34,7 @@ class RecomputedModule(LayerModule[RecomputeCapability]):
     dest = "recompute_modules"
     declares = RecomputeCapability
     needs_flag: str = ""
-    of_sublayers: tuple[Sublayer, ...] = ()
+    of_sublayers: tuple[SublayerDeclaration, ...] = ()
     runs_in_chunks: bool = False
 
 
@@ -60,7 +60,7 @@ def _module(
     part: Part | None = None,
     rejected: Mapping[RecomputeCapability, Support] = MappingProxyType({}),
     needs_flag: str = "",
-    of_sublayers: tuple[Sublayer, ...] = (),
+    of_sublayers: tuple[SublayerDeclaration, ...] = (),
     runs_in_chunks: bool = False,
 ) -> RecomputedModule:
     return RecomputedModule(

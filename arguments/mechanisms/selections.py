@@ -2,14 +2,14 @@
 
 `get_selection` is the only place that reads the flags that select. The module of a selection is
 moe_trainer/moe/selections/<key>.py, with `make_selection` and a class whose `declaration` it is. A declaration, in
-selection_kinds/, states for every `RoutingCapability` that it acts, that the flags that demand it are rejected and
+selection_kinds/, states for every `SelectionCapability` that it acts, that the flags that demand it are rejected and
 why, or that they have no effect and why.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-from arguments.mechanisms.selection_kinds.declaration import DeclaredSelection, ExpertSplit, RoutingCapability
+from arguments.mechanisms.selection_kinds.declaration import ExpertSplit, SelectionCapability, SelectionDeclaration
 from arguments.mechanisms.selection_kinds.finermoe import FINERMOE
 from arguments.mechanisms.selection_kinds.hash_routing import HASH
 from arguments.mechanisms.selection_kinds.quantile_balancing import QUANTILE_BALANCING
@@ -18,7 +18,7 @@ from arguments.mechanisms.selection_kinds.sinkhorn import SINKHORN
 from arguments.mechanisms.selection_kinds.sparsemixer import SPARSEMIXER
 from arguments.mechanisms.selection_kinds.topk import TOPK
 
-SELECTIONS: tuple[DeclaredSelection, ...] = (
+SELECTIONS: tuple[SelectionDeclaration, ...] = (
     HASH,
     SINKHORN,
     QUANTILE_BALANCING,
@@ -44,7 +44,7 @@ PROJECTIONS = tuple(each.projection_name for each in SPLITS)
 """Names of square matrices that multiply the output of MoE layers."""
 
 
-def get_selection(moe: Any, layer_number: int | None = None) -> DeclaredSelection:
+def get_selection(moe: Any, layer_number: int | None = None) -> SelectionDeclaration:
     """Return the selection that the flags ask for.
 
     Args:
@@ -68,17 +68,17 @@ def output_slices(flags: Mapping[str, Any]) -> int:
     return next((number for split in SPLITS if (number := flags.get(split.slices))), 1)
 
 
-def named_selections(moe: Any) -> tuple[DeclaredSelection, ...]:
+def named_selections(moe: Any) -> tuple[SelectionDeclaration, ...]:
     """Return the selections that flags ask for, excluded ones included."""
     return tuple(each for each in SELECTIONS if each.is_named(moe))
 
 
-def of_balancing(kinds: Any) -> tuple[DeclaredSelection, ...]:
+def of_balancing(kinds: Any) -> tuple[SelectionDeclaration, ...]:
     """Return the selections that values of --moe-router-load-balancing-type name."""
     return tuple(each for each in SELECTIONS if each.balancing is not None and each.balancing in (kinds or ()))
 
 
-def balancing_with(capability: RoutingCapability) -> tuple[str, ...]:
+def balancing_with(capability: SelectionCapability) -> tuple[str, ...]:
     """Return the values of --moe-router-load-balancing-type with which flags that demand a capability are accepted."""
     rejecting = {each.balancing for each in SELECTIONS if each.rejects(capability)}
     return tuple(kind for kind in BALANCING_KINDS if kind not in rejecting)

@@ -9,11 +9,11 @@ why, or that they have no effect and why.
 from typing import Any
 
 from arguments.mechanisms.sharding_kinds.buffers import DISTRIBUTED_OPTIMIZER, REPLICATED
-from arguments.mechanisms.sharding_kinds.declaration import DeclaredSharding, ShardingCapability
+from arguments.mechanisms.sharding_kinds.declaration import ShardingCapability, ShardingDeclaration
 from arguments.mechanisms.sharding_kinds.full import MEGATRON_FSDP, TORCH_FSDP2
 from arguments.mechanisms.support import rejecting
 
-SHARDINGS: tuple[DeclaredSharding, ...] = (
+SHARDINGS: tuple[ShardingDeclaration, ...] = (
     REPLICATED,
     DISTRIBUTED_OPTIMIZER,
     TORCH_FSDP2,
@@ -23,7 +23,7 @@ WRAPPED_FLAGS = tuple(dict.fromkeys(each.dest for each in SHARDINGS if each.is_w
 """Destinations of the flags that ask for full sharding."""
 
 
-def asked_for(parallel: Any) -> tuple[DeclaredSharding, ...]:
+def asked_for(parallel: Any) -> tuple[ShardingDeclaration, ...]:
     """Return the shardings that the flags ask for, the one that acts first; arguments as of `get_sharding`."""
     return tuple(
         each
@@ -32,7 +32,7 @@ def asked_for(parallel: Any) -> tuple[DeclaredSharding, ...]:
     )
 
 
-def get_sharding(parallel: Any) -> DeclaredSharding:
+def get_sharding(parallel: Any) -> ShardingDeclaration:
     """Return the sharding that the flags ask for, which acts if there is more than one data-parallel rank.
 
     Args:
@@ -41,7 +41,7 @@ def get_sharding(parallel: Any) -> DeclaredSharding:
     return asked_for(parallel)[0]
 
 
-def wrapped(parallel: Any) -> tuple[DeclaredSharding, ...]:
+def wrapped(parallel: Any) -> tuple[ShardingDeclaration, ...]:
     """Return the kinds of full sharding that flags ask for; there is one at most in a run."""
     return tuple(each for each in asked_for(parallel) if each.is_wrapped)
 

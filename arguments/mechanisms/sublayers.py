@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from arguments.mechanisms.sublayer_kinds.compressed_attention import COMPRESSED_ATTENTION
-from arguments.mechanisms.sublayer_kinds.declaration import VARIANT, Sublayer
+from arguments.mechanisms.sublayer_kinds.declaration import VARIANT, SublayerDeclaration
 from arguments.mechanisms.sublayer_kinds.feed_forward import EXPERTS, MLP
 from arguments.mechanisms.sublayer_kinds.gated_delta_net import GATED_DELTA_NET
 from arguments.mechanisms.sublayer_kinds.kimi_delta_attention import KIMI_DELTA_ATTENTION
@@ -20,7 +20,7 @@ from arguments.mechanisms.sublayer_kinds.short_convolution import SHORT_CONVOLUT
 from arguments.mechanisms.sublayer_kinds.softmax_attention import SOFTMAX_ATTENTION
 from arguments.mechanisms.sublayer_kinds.sparse_attention import SPARSE_ATTENTION
 
-SUBLAYERS: tuple[Sublayer, ...] = (
+SUBLAYERS: tuple[SublayerDeclaration, ...] = (
     MAMBA,
     GATED_DELTA_NET,
     SOFTMAX_ATTENTION,
@@ -54,7 +54,7 @@ def list_letters() -> str:
     return f"{', '.join(first)} or {last}"
 
 
-def find_variant(value: object) -> Sublayer:
+def find_variant(value: object) -> SublayerDeclaration:
     """Return the sublayer of a value of --experimental-attention-variant.
 
     Softmax attention stands for no value, and for one that is not built.
@@ -62,7 +62,7 @@ def find_variant(value: object) -> Sublayer:
     return _BY_VARIANT.get(value, SOFTMAX_ATTENTION) if isinstance(value, str) else SOFTMAX_ATTENTION
 
 
-def variant_of(flags: Any) -> Sublayer:
+def variant_of(flags: Any) -> SublayerDeclaration:
     """Return the sublayer that --experimental-attention-variant selects in all layers, or in some.
 
     Args:
@@ -71,12 +71,12 @@ def variant_of(flags: Any) -> Sublayer:
     return find_variant(flags.get(VARIANT) if isinstance(flags, Mapping) else getattr(flags, VARIANT))
 
 
-def relative_of(flags: Any) -> Sublayer:
+def relative_of(flags: Any) -> SublayerDeclaration:
     """Return `variant_of`, or the sublayer whose rules hold for a variant that is not built."""
     return _UNBUILT.get(getattr(flags, VARIANT)) or variant_of(flags)
 
 
-def attention_of(model: Any) -> Sublayer:
+def attention_of(model: Any) -> SublayerDeclaration:
     """Return the attention of the layers in which no other sublayer mixes positions."""
     variant = variant_of(model)
     if variant.variant is None or variant.in_some_layers:
@@ -95,6 +95,6 @@ def always_rotates(flags: Any) -> bool:
     return bool(latent) and variant.is_upstream and not variant.compresses_keys
 
 
-def needs_variant(has_trait: Callable[[Sublayer], bool]) -> str:
+def needs_variant(has_trait: Callable[[SublayerDeclaration], bool]) -> str:
     """Return the condition that a flag acts with the variants that have a trait, as `flag(needs=...)` takes it."""
     return " or ".join(f"{VARIANT}={value}" for value, each in _BY_VARIANT.items() if has_trait(each))

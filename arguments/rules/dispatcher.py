@@ -15,7 +15,7 @@ from arguments.mechanisms.dispatchers import (
     NCCLEP,
     SELECTABLE,
     TYPE,
-    Capability,
+    DispatcherCapability,
     backends_with,
     get_dispatcher,
     types_with,
@@ -23,7 +23,7 @@ from arguments.mechanisms.dispatchers import (
 from arguments.mechanisms.formats import FLAGS, list_widths, quantized_format
 from arguments.mechanisms.layer_modules import named, refusing
 from arguments.mechanisms.offloaded_modules import OFFLOADED_MODULES, OffloadCapability
-from arguments.mechanisms.selection_kinds.declaration import RoutingCapability
+from arguments.mechanisms.selection_kinds.declaration import SelectionCapability
 from arguments.mechanisms.selections import balancing_with
 from arguments.mechanisms.support import rejecting
 from arguments.rules.derived_sizes import DerivedSizes, as_list, balancing_types, positive
@@ -77,17 +77,22 @@ def note_router_dtype(s: Settings, f: DerivedSizes) -> None:
 
 def note_library_padding(s: Settings, f: DerivedSizes) -> None:
     dispatcher, dest = get_dispatcher(s), "moe_router_padding_for_quantization"
-    if f.experts and getattr(s, dest) and dispatcher.ignores(Capability.QUANTIZED_PADDING) and f.ep * f.etp > 1:
+    if (
+        f.experts
+        and getattr(s, dest)
+        and dispatcher.ignores(DispatcherCapability.QUANTIZED_PADDING)
+        and f.ep * f.etp > 1
+    ):
         s.note(
             f"{s.flag(dest if s.given(dest) else 'moe_router_padding_for_fp8')}: "
-            f"{dispatcher.reason(Capability.QUANTIZED_PADDING)}, so experts are not padded with further "
+            f"{dispatcher.reason(DispatcherCapability.QUANTIZED_PADDING)}, so experts are not padded with further "
             "tokens; GEMMs that need padding use zeros."
         )
 
 
 def note_unused_sms(s: Settings, f: DerivedSizes) -> None:
     dispatcher, dest = get_dispatcher(s), "moe_flex_dispatcher_num_sms"
-    reason = dispatcher.reason(Capability.NUM_SMS)
+    reason = dispatcher.reason(DispatcherCapability.NUM_SMS)
     if f.experts and dispatcher.backend is not None and reason and getattr(s, dest) is not None:
         s.note_no_effect(s.shown(dest), reason)
 
@@ -168,7 +173,7 @@ def _contradicts_deepep(s: Settings) -> bool:
 def check_capacity_balancing(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     if f.experts is None or s.moe_expert_capacity_factor is None:
         return
-    accepted = balancing_with(RoutingCapability.CAPACITY)
+    accepted = balancing_with(SelectionCapability.CAPACITY)
     if not all(kind in accepted for kind in balancing_types(s)):
         yield s.violation(
             "{moe_expert_capacity_factor} works with {moe_router_load_balancing_type:flag} {accepted}, not with "
@@ -188,11 +193,11 @@ def check_padding_needs_capacity(s: Settings, _f: DerivedSizes) -> Iterator[Viol
 
 def check_padding_needs_other_backend(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     dispatcher = get_dispatcher(s)
-    if s.moe_pad_expert_input_to_capacity and dispatcher.rejects(Capability.CAPACITY_PADDING):
+    if s.moe_pad_expert_input_to_capacity and dispatcher.rejects(DispatcherCapability.CAPACITY_PADDING):
         backend = "" if dispatcher.backend is None else " and {moe_flex_dispatcher_backend}"
         yield s.violation(
             f"{{moe_pad_expert_input_to_capacity}} cannot be combined with {{moe_token_dispatcher_type}}{backend}; use "
-            f"--moe-flex-dispatcher-backend {' or '.join(backends_with(Capability.CAPACITY_PADDING))}, or "
+            f"--moe-flex-dispatcher-backend {' or '.join(backends_with(DispatcherCapability.CAPACITY_PADDING))}, or "
             "--moe-token-dispatcher-type alltoall."
         )
 
@@ -213,10 +218,10 @@ def limit_mxfp8_dispatch(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     selected, width = get_dispatcher(s), s.moe_latent_size or s.hidden_size or 0
     for dest in ("moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype"):
         is_on = s.values[dest] != "bf16"
-        for each, rejected in rejecting(SELECTABLE, Capability.MXFP8_TRANSPORT):
-            others = " or ".join(backends_with(Capability.MXFP8_TRANSPORT)) + ", or the alltoall dispatcher"
+        for each, rejected in rejecting(SELECTABLE, DispatcherCapability.MXFP8_TRANSPORT):
+            others = " or ".join(backends_with(DispatcherCapability.MXFP8_TRANSPORT)) + ", or the alltoall dispatcher"
             if each.backend is None:
-                others = " or ".join(types_with(Capability.MXFP8_TRANSPORT))
+                others = " or ".join(types_with(DispatcherCapability.MXFP8_TRANSPORT))
             yield Limit(
                 is_on and each is selected,
                 f"{{:flag}} mxfp8 cannot be combined with {each.mention}, which {rejected.reason}; use {others}.",
@@ -264,10 +269,10 @@ def check_shared_expert(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
             "{moe_shared_expert_intermediate_size} must be above 0: the width of all shared experts together."
         )
     if s.moe_shared_expert_overlap:
-        yield from needs_other_type(s, "moe_shared_expert_overlap", Capability.SHARED_EXPERT_OVERLAP)
+        yield from needs_other_type(s, "moe_shared_expert_overlap", DispatcherCapability.SHARED_EXPERT_OVERLAP)
 
 
-def needs_other_type(s: Settings, dest: str, capability: Capability) -> Iterator[Violation]:
+def needs_other_type(s: Settings, dest: str, capability: DispatcherCapability) -> Iterator[Violation]:
     """Yield the violation of a flag that the selected dispatcher rejects for lack of a capability."""
     if get_dispatcher(s).rejects(capability):
         yield s.violation(
@@ -295,11 +300,11 @@ def check_expert_bias_sharding(s: Settings, f: DerivedSizes) -> Iterator[Violati
 def check_rank_capacity_backend(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if s.moe_expert_rank_capacity_factor is None:
         return
-    if get_dispatcher(s).rejects(Capability.RANK_CAPACITY):
+    if get_dispatcher(s).rejects(DispatcherCapability.RANK_CAPACITY):
         yield s.violation(
             "{moe_expert_rank_capacity_factor} needs {moe_token_dispatcher_type:flag} flex with "
             "{moe_flex_dispatcher_backend:flag} {accepted}.",
-            accepted=" or ".join(backends_with(Capability.RANK_CAPACITY)),
+            accepted=" or ".join(backends_with(DispatcherCapability.RANK_CAPACITY)),
         )
 
 
@@ -366,10 +371,10 @@ def check_router_padding(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if quantized_format(s) is None:
         either = " or ".join(f"{{{flags.name}:flag}}" for flags in FLAGS)
         yield s.violation(f"{{:flag}} needs {either}: only quantized GEMMs need padding.", dest)
-    if get_dispatcher(s).rejects(Capability.QUANTIZED_PADDING):
+    if get_dispatcher(s).rejects(DispatcherCapability.QUANTIZED_PADDING):
         yield s.violation(
             "{:flag} needs {moe_token_dispatcher_type:flag} {accepted}, not {given}.",
             dest,
-            accepted=" or ".join(types_with(Capability.QUANTIZED_PADDING)),
+            accepted=" or ".join(types_with(DispatcherCapability.QUANTIZED_PADDING)),
             given=s.describe(TYPE).split(" ", 1)[1],
         )

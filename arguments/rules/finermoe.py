@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from arguments.demands import demands
 from arguments.mechanisms.placement_kinds.declaration import PlacementCapability
 from arguments.mechanisms.placements import rejected_flags
-from arguments.mechanisms.selection_kinds.declaration import RoutingCapability
+from arguments.mechanisms.selection_kinds.declaration import SelectionCapability
 from arguments.mechanisms.selection_kinds.finermoe import (
     BALANCED_BY,
     CANDIDATES,
@@ -123,8 +123,8 @@ def limit_finermoe(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     is_on, dest = _is_finermoe(s), SLICES if s.given(SLICES) and not s.given(CUTS) else CUTS
     routing = tuple(
         (other, FINERMOE.reason(capability))
-        for other, capability in demands(RoutingCapability).items()
-        if FINERMOE.rejects(capability) and capability is not RoutingCapability.REPLAY
+        for other, capability in demands(SelectionCapability).items()
+        if FINERMOE.rejects(capability) and capability is not SelectionCapability.REPLAY
     )
     for other, why in (*routing, *rejected_flags(PlacementCapability.OUTPUT_SLICES), *EXCLUDED):
         yield Limit(
@@ -135,7 +135,7 @@ def limit_finermoe(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     yield Limit(
         is_on and s.moe_router_score_function != "softmax",
         "{:flag} cannot be combined with {moe_router_score_function}: "
-        f"{FINERMOE.reason(RoutingCapability.OTHER_SCORES)}.",
+        f"{FINERMOE.reason(SelectionCapability.OTHER_SCORES)}.",
         (dest,),
     )
     yield Limit(
@@ -148,13 +148,13 @@ def limit_finermoe(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
         yield Limit(
             is_on and name in s.triton_kernels,
             f"{{:flag}} cannot be combined with {{triton_kernels:flag}} {name}: "
-            f"{FINERMOE.reason(RoutingCapability.OUR_KERNEL)}.",
+            f"{FINERMOE.reason(SelectionCapability.OUR_KERNEL)}.",
             (dest,),
         )
     yield Limit(
         is_on and s.moe_enable_routing_replay,
         f"{{moe_enable_routing_replay:flag}} cannot be combined with {FINERMOE.mention}: "
-        f"{FINERMOE.reason(RoutingCapability.REPLAY)}.",
+        f"{FINERMOE.reason(SelectionCapability.REPLAY)}.",
     )
     yield Limit(
         is_on and s.moe_use_upcycling and s.save is not None and s.add_bias_linear,

@@ -9,14 +9,14 @@ from collections.abc import Iterator
 
 from arguments.layer_pattern import hybrid_letters
 from arguments.mechanisms.captured_modules import CAPTURED_MODULES, LAYER, OF_FULL_LAYERS, GraphCapability, drawing
-from arguments.mechanisms.dispatchers import SELECTABLE, Capability, get_dispatcher
+from arguments.mechanisms.dispatchers import SELECTABLE, DispatcherCapability, get_dispatcher
 from arguments.mechanisms.format_kinds.declaration import FormatCapability
 from arguments.mechanisms.formats import QUANTIZED
 from arguments.mechanisms.layer_modules import refusing
 from arguments.mechanisms.placement_kinds.declaration import PlacementCapability
 from arguments.mechanisms.placements import get_placement, rejected_flags
 from arguments.mechanisms.recomputed_modules import RECOMPUTED_MODULES, RecomputeCapability
-from arguments.mechanisms.selection_kinds.declaration import RoutingCapability
+from arguments.mechanisms.selection_kinds.declaration import SelectionCapability
 from arguments.mechanisms.selections import SELECTIONS
 from arguments.mechanisms.sharding_kinds.declaration import ShardingCapability
 from arguments.mechanisms.shardings import rejected_flags as rejected_shardings
@@ -59,7 +59,9 @@ def _is_padded(s: Settings) -> bool:
 
 def has_fixed_receive_buffer(s: Settings) -> bool:
     """Return whether dropless experts receive into a buffer that a graph can hold: its size is fixed."""
-    return s.moe_expert_rank_capacity_factor is not None and get_dispatcher(s).supports(Capability.DROPLESS_GRAPH)
+    return s.moe_expert_rank_capacity_factor is not None and get_dispatcher(s).supports(
+        DispatcherCapability.DROPLESS_GRAPH
+    )
 
 
 def _iteration_varies(s: Settings) -> bool:
@@ -85,11 +87,11 @@ def note_preprocess_not_captured(s: Settings, f: DerivedSizes) -> None:
     if f.experts is None or "moe_preprocess" not in captured or captured & {"moe", "layer"}:
         return
     dispatcher, placement, reason = get_dispatcher(s), get_placement(s, f.ep), None
-    if f.ep * f.etp > 1 and not dispatcher.supports(Capability.PREPROCESS_GRAPH):
-        reason = dispatcher.reason(Capability.PREPROCESS_GRAPH)
+    if f.ep * f.etp > 1 and not dispatcher.supports(DispatcherCapability.PREPROCESS_GRAPH):
+        reason = dispatcher.reason(DispatcherCapability.PREPROCESS_GRAPH)
     elif placement.dest is not None and not placement.supports(PlacementCapability.PREPROCESS_GRAPH):
         reason = f"{s.shown(placement.dest)} {placement.reason(PlacementCapability.PREPROCESS_GRAPH)}"
-    elif not dispatcher.supports(Capability.PREPROCESS_GRAPH) and (
+    elif not dispatcher.supports(DispatcherCapability.PREPROCESS_GRAPH) and (
         s.moe_router_padding_for_quantization or s.moe_expert_capacity_factor is not None and not _is_padded(s)
     ):
         reason = "the number of tokens depends on the routing"
@@ -125,7 +127,7 @@ def limit_full_layer_shapes(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
 def check_preprocess(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     """As in Megatron-LM."""
     is_captured = s.num_experts and "moe_preprocess" in captured_parts(s)
-    if not is_captured or not get_dispatcher(s).supports(Capability.PREPROCESS_GRAPH):
+    if not is_captured or not get_dispatcher(s).supports(DispatcherCapability.PREPROCESS_GRAPH):
         return
     text = "{cuda_graph_impl} cannot capture moe_preprocess with {}: it orders a fixed number of tokens."
     if s.moe_expert_capacity_factor is not None and not _is_padded(s):
@@ -180,8 +182,10 @@ def limit_experts_exchange(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
             f"{rejected_overlap.reason}.",
         )
     selected = get_dispatcher(s)
-    unpadded = [each for each, _ in rejecting(SELECTABLE, Capability.CAPACITY_PADDING)]
-    for each, rejected in (pair for pair in rejecting(SELECTABLE, Capability.PADDED_GRAPH) if pair[0] not in unpadded):
+    unpadded = [each for each, _ in rejecting(SELECTABLE, DispatcherCapability.CAPACITY_PADDING)]
+    for each, rejected in (
+        pair for pair in rejecting(SELECTABLE, DispatcherCapability.PADDED_GRAPH) if pair[0] not in unpadded
+    ):
         yield Limit(
             is_on and f.ep * f.etp > 1 and each is selected,
             f"{{cuda_graph_impl}} cannot capture moe with {each.mention}: {rejected.reason}. Leave one of the two out.",
@@ -191,11 +195,11 @@ def limit_experts_exchange(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
 
 def limit_router(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     is_on = s.num_experts and captured_parts(s) & {each.key for each in CAPTURED_MODULES if each.routes}
-    for each in (each for each in SELECTIONS if each.rejects(RoutingCapability.GRAPH)):
+    for each in (each for each in SELECTIONS if each.rejects(SelectionCapability.GRAPH)):
         yield Limit(
             is_on and each.is_named(s),
             f"{{cuda_graph_impl}} cannot capture moe_router with {each.mention}: "
-            f"{each.reason(RoutingCapability.GRAPH)}. Leave one of the two out.",
+            f"{each.reason(SelectionCapability.GRAPH)}. Leave one of the two out.",
             kind="later",
         )
     yield _not_captured(

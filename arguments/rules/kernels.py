@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from arguments.mechanisms.dispatchers import Capability, get_dispatcher
+from arguments.mechanisms.dispatchers import DispatcherCapability, get_dispatcher
 from arguments.mechanisms.formats import FLAGS, quantized_format
-from arguments.mechanisms.selection_kinds.declaration import RoutingCapability
+from arguments.mechanisms.selection_kinds.declaration import SelectionCapability
 from arguments.mechanisms.selections import get_selection
 from arguments.mechanisms.sublayers import SUBLAYERS, VARIANT, relative_of
 from arguments.rules.derived_sizes import DerivedSizes
@@ -38,7 +38,7 @@ def _unused_reason(name: str, s: Settings, f: DerivedSizes) -> str | None:
         return f"without {' or '.join(s.flag(flags.name) for flags in FLAGS)}"
     selection = get_selection(s)
     if (
-        name == "router" and selection.ignores(RoutingCapability.OUR_KERNEL) and s.moe_z_loss_coeff is None
+        name == "router" and selection.ignores(SelectionCapability.OUR_KERNEL) and s.moe_z_loss_coeff is None
     ):  # that loss has a kernel
         return f"there is no kernel for {s.flag('moe_router_load_balancing_type')} {selection.balancing}"
     if name == "permute" and (reason := _unused_permutation_reason(s, f)):
@@ -54,7 +54,7 @@ def _unused_reason(name: str, s: Settings, f: DerivedSizes) -> str | None:
 
 
 def _unused_permutation_reason(s: Settings, f: DerivedSizes) -> str:
-    return get_dispatcher(s).reason(Capability.PERMUTATION_KERNELS) if f.ep * f.etp > 1 else ""
+    return get_dispatcher(s).reason(DispatcherCapability.PERMUTATION_KERNELS) if f.ep * f.etp > 1 else ""
 
 
 def note_permute_fusion_with_library(s: Settings, f: DerivedSizes) -> None:

@@ -7,7 +7,7 @@ there is nothing to overlap, a note says so.
 
 from collections.abc import Iterator
 
-from arguments.mechanisms.dispatchers import Capability, get_dispatcher
+from arguments.mechanisms.dispatchers import DispatcherCapability, get_dispatcher
 from arguments.mechanisms.format_kinds.eight_bit import GRAD_BUFFER
 from arguments.mechanisms.formats import list_widths, quantized_format
 from arguments.mechanisms.layer_modules import named
@@ -34,13 +34,13 @@ def note_no_overlap(s: Settings, f: DerivedSizes) -> None:
             "with."
         )
     for dest, capability in (
-        (OVERLAP, Capability.EXCHANGE_OVERLAP),
-        ("moe_shared_expert_overlap", Capability.SHARED_EXPERT_OVERLAP),
+        (OVERLAP, DispatcherCapability.EXCHANGE_OVERLAP),
+        ("moe_shared_expert_overlap", DispatcherCapability.SHARED_EXPERT_OVERLAP),
     ):
         if getattr(s, dest) and dispatcher.ignores(capability) and not is_alone:
             reason = dispatcher.reason(capability)
             s.note(f"{s.flag(dest)}: {reason}, so that nothing overlaps with it; the other dispatchers overlap.")
-    dest, why = "overlap_dispatch_backward_with_experts_wgrad", dispatcher.reason(Capability.WGRAD_OVERLAP)
+    dest, why = "overlap_dispatch_backward_with_experts_wgrad", dispatcher.reason(DispatcherCapability.WGRAD_OVERLAP)
     if f.ep == 1:
         why = "with --expert-model-parallel-size 1 there is no exchange"
     if getattr(s, dest) and why:
@@ -55,7 +55,7 @@ def check_ep_overlap_requirements(s: Settings, f: DerivedSizes) -> Iterator[Viol
             "{overlap_moe_expert_parallel_comm} needs {expert_model_parallel_size:flag} above 1: with all experts on "
             "one rank there is no exchange to overlap."
         )
-    yield from needs_other_type(s, OVERLAP, Capability.EXCHANGE_OVERLAP)
+    yield from needs_other_type(s, OVERLAP, DispatcherCapability.EXCHANGE_OVERLAP)
     if not s.bf16 and not s.fp16:
         yield s.violation("{overlap_moe_expert_parallel_comm} needs {bf16:flag} or {fp16:flag}.")
     if f.pp > 1 and f.vpp is None:

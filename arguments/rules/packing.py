@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from types import MappingProxyType
 
 from arguments.mechanisms.formats import FLAGS, TOKEN_MULTIPLE, list_widths, quantized_format
-from arguments.mechanisms.selection_kinds.declaration import BALANCING, RoutingCapability
+from arguments.mechanisms.selection_kinds.declaration import BALANCING, SelectionCapability
 from arguments.mechanisms.selections import SELECTIONS
 from arguments.mechanisms.sublayers import VARIANT, variant_of
 from arguments.mock_lengths import read_mock_lengths
@@ -175,8 +175,8 @@ def check_documents(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
 def rejected_balancing(s: Settings) -> Iterator[tuple[str, str, bool, str]]:
     """Yield (destination, text, whether it is asked for, reason) of balancing that is not defined with padding."""
     for each in SELECTIONS:
-        if each.rejects(RoutingCapability.PADDING):
-            yield BALANCING, f"{{:flag}} {each.balancing}", each.is_named(s), each.reason(RoutingCapability.PADDING)
+        if each.rejects(SelectionCapability.PADDING):
+            yield BALANCING, f"{{:flag}} {each.balancing}", each.is_named(s), each.reason(SelectionCapability.PADDING)
 
 
 def limit_packing(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:

@@ -7,8 +7,8 @@ from arguments.demands import demands
 from arguments.mechanisms.selection_kinds.declaration import (
     BALANCING,
     UPSTREAM,
-    DeclaredSelection,
-    RoutingCapability,
+    SelectionCapability,
+    SelectionDeclaration,
 )
 from arguments.mechanisms.selections import (
     BALANCING_KINDS,
@@ -189,18 +189,18 @@ def check_selecting_balancing_alone(s: Settings, f: DerivedSizes) -> Iterator[Vi
 
 
 def check_selecting_balancing_coeff(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
-    selections = [each for each in named_selections(s) if each.rejects(RoutingCapability.LOSSES)]
+    selections = [each for each in named_selections(s) if each.rejects(SelectionCapability.LOSSES)]
     if f.experts and selections and any(as_list(s.moe_aux_loss_coeff)):
         yield s.violation(
             f"{{moe_aux_loss_coeff}} must be 0 with {selections[0].mention}, which "
-            f"{selections[0].reason(RoutingCapability.LOSSES)}."
+            f"{selections[0].reason(SelectionCapability.LOSSES)}."
         )
 
 
 def check_selections(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     """Check what selections reject in Megatron-LM too."""
     for each in named_selections(s) if f.experts else ():
-        for dest, capability in demands(RoutingCapability).items():
+        for dest, capability in demands(SelectionCapability).items():
             if each.capabilities[capability] is UPSTREAM and getattr(s, dest):
                 yield s.violation(f"{each.mention} cannot be combined with {{}}.", dest)
 
@@ -209,7 +209,7 @@ def limit_selections(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
     """List what selections reject here: weights or a choice for which they are not defined."""
     for each in (each for each in SELECTIONS if not each.lists_limits):
         is_on = f.experts is not None and each.is_named(s)
-        for capability in filter(each.rejects, (RoutingCapability.OTHER_SCORES,)):
+        for capability in filter(each.rejects, (SelectionCapability.OTHER_SCORES,)):
             yield Limit(
                 is_on and s.moe_router_score_function != "softmax",
                 f"{each.mention} cannot be combined with {{moe_router_score_function}}: {each.reason(capability)}.",
@@ -218,14 +218,14 @@ def limit_selections(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
             yield Limit(is_on and s.values[dest] != s.default(dest), _combination(each, capability), (dest,))
 
 
-def _rejected_flags(selection: DeclaredSelection) -> Iterator[tuple[str, RoutingCapability]]:
+def _rejected_flags(selection: SelectionDeclaration) -> Iterator[tuple[str, SelectionCapability]]:
     """Yield what this program rejects, by destination."""
-    for dest, capability in demands(RoutingCapability).items():
+    for dest, capability in demands(SelectionCapability).items():
         if selection.rejects(capability) and selection.capabilities[capability] is not UPSTREAM:
             yield dest, capability
 
 
-def _combination(selection: DeclaredSelection, capability: RoutingCapability) -> str:
+def _combination(selection: SelectionDeclaration, capability: SelectionCapability) -> str:
     """Return the text of a limit whose destination is the flag that demands a capability."""
     why = selection.reason(capability)
     if selection.balancing is not None:
@@ -249,13 +249,13 @@ def limit_routing_replay(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
 
 SCORING = MappingProxyType(
     {
-        "moe_router_score_function": RoutingCapability.OTHER_SCORES,
-        "moe_router_pre_softmax": RoutingCapability.PRE_SOFTMAX,
-        "moe_router_num_groups": RoutingCapability.GROUPS,
-        "moe_router_group_topk": RoutingCapability.GROUPS,
-        "moe_router_group_score_topk": RoutingCapability.GROUPS,
-        "moe_router_topk_scaling_factor": RoutingCapability.SCALING_FACTOR,
-        "moe_router_enable_expert_bias": RoutingCapability.EXPERT_BIAS,
+        "moe_router_score_function": SelectionCapability.OTHER_SCORES,
+        "moe_router_pre_softmax": SelectionCapability.PRE_SOFTMAX,
+        "moe_router_num_groups": SelectionCapability.GROUPS,
+        "moe_router_group_topk": SelectionCapability.GROUPS,
+        "moe_router_group_score_topk": SelectionCapability.GROUPS,
+        "moe_router_topk_scaling_factor": SelectionCapability.SCALING_FACTOR,
+        "moe_router_enable_expert_bias": SelectionCapability.EXPERT_BIAS,
     }
 )
 """How scores become weights and a choice."""

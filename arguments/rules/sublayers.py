@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from arguments.demands import demands
 from arguments.layer_pattern import hybrid_letters
-from arguments.mechanisms.sublayer_kinds.declaration import PATTERN, Sublayer, SublayerCapability
+from arguments.mechanisms.sublayer_kinds.declaration import PATTERN, SublayerCapability, SublayerDeclaration
 from arguments.mechanisms.sublayers import LATENT_ATTENTION, SUBLAYERS, variant_of
 from arguments.mtp import mtp_letters
 from arguments.rules.derived_sizes import DerivedSizes
@@ -23,7 +23,7 @@ def limit_sublayers(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
                 )
 
 
-def _is_asked_for(s: Settings, sublayer: Sublayer) -> bool:
+def _is_asked_for(s: Settings, sublayer: SublayerDeclaration) -> bool:
     if sublayer.variant is not None:
         return variant_of(s) is sublayer
     if sublayer.switch == PATTERN:
@@ -32,7 +32,7 @@ def _is_asked_for(s: Settings, sublayer: Sublayer) -> bool:
     return bool(s.values[sublayer.switch])
 
 
-def _is_of_latents(sublayer: Sublayer, capability: SublayerCapability) -> bool:
+def _is_of_latents(sublayer: SublayerDeclaration, capability: SublayerCapability) -> bool:
     """Return whether latent attention, whose flag the sublayer needs, rejects a capability for the same reason."""
     is_same = sublayer.capabilities[capability] == LATENT_ATTENTION.capabilities[capability]
     return is_same and sublayer.reads_latents and sublayer is not LATENT_ATTENTION

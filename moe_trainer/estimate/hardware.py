@@ -19,7 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from arguments.mechanisms.format_kinds.declaration import QuantizedFormat
+from arguments.mechanisms.format_kinds.declaration import FormatDeclaration
 from arguments.mechanisms.formats import quantized_format
 from arguments.regular_file import regular_file
 
@@ -149,7 +149,7 @@ class Hardware:
         fmt = quantized_format(precision)
         return fmt.flags.name if fmt is not None and self.has_gemms(fmt) else "bf16"
 
-    def has_gemms(self, fmt: QuantizedFormat) -> bool:
+    def has_gemms(self, fmt: FormatDeclaration) -> bool:
         """Return whether it has GEMMs in a format: MXFP8 and fewer bits since Blackwell, 8 bits since Hopper."""
         return getattr(self, fmt.flags.name) > 0 and (self.is_blackwell or not fmt.needs_blackwell)
 

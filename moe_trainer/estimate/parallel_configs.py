@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from arguments.checkpoint_args import STAGES
 from arguments.layer_pattern import moe_layer_pattern
 from arguments.mechanisms import formats
-from arguments.mechanisms.dispatchers import ALLTOALL, BACKENDS, SELECTING_FLAGS, Dispatcher
+from arguments.mechanisms.dispatchers import ALLTOALL, BACKENDS, SELECTING_FLAGS, DispatcherDeclaration
 from arguments.mechanisms.format_kinds.declaration import FormatCapability
 from arguments.mechanisms.formats import BF16, FP16, QUANTIZED, quantized_format
 
@@ -73,7 +73,7 @@ class ParallelConfig:
     overlap: bool = False
 
     @property
-    def dispatcher(self) -> Dispatcher:
+    def dispatcher(self) -> DispatcherDeclaration:
         return BACKENDS[self.backend] if self.backend else ALLTOALL
 
     @property

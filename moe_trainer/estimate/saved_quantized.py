@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from arguments.layer_pattern import is_linear
-from arguments.mechanisms.format_kinds.declaration import QuantizedFormat
+from arguments.mechanisms.format_kinds.declaration import FormatDeclaration
 from arguments.mechanisms.formats import quantized_format, quantizes_weight_gradients
 from arguments.mechanisms.selections import PROJECTIONS
 from arguments.mechanisms.sublayers import variant_of
@@ -46,7 +46,7 @@ def with_quantized_inputs(layer: LayerSizes, entries: Iterable[SavedTensor]) -> 
             yield from _quantized(entry, fmt, groups, in_buffer and not layer.te_experts)
 
 
-def _format(layer: LayerSizes) -> QuantizedFormat | None:
+def _format(layer: LayerSizes) -> FormatDeclaration | None:
     """Return the format of a layer's weight gradients, None if they are not quantized."""
     precision, count = layer.args.precision, layer.model.num_layers
     if not quantizes_weight_gradients(precision):
@@ -58,7 +58,7 @@ def _format(layer: LayerSizes) -> QuantizedFormat | None:
     return quantized_format(precision)
 
 
-def _is_saved_quantized(layer: LayerSizes, name: str, fmt: QuantizedFormat) -> bool:
+def _is_saved_quantized(layer: LayerSizes, name: str, fmt: FormatDeclaration) -> bool:
     model, parts = layer.model, layer.parts
     keeps_latents = _keeps_latents(layer.args)
     if name == "experts.x":  # ours save the tokens of pages as they are
@@ -86,14 +86,14 @@ def _keeps_latents(args: Arguments) -> bool:
     return not model.qk_layernorm or "mla_up_proj" in args.training.recomputed_modules or is_sparse
 
 
-def _can_shard(layer: LayerSizes, fmt: QuantizedFormat) -> bool:
+def _can_shard(layer: LayerSizes, fmt: FormatDeclaration) -> bool:
     """Return whether a rank's tokens of a sequence shard have separate scales."""
     if layer.tp == 1 or not layer.args.parallel.sequence_parallel:
         return True
     return not fmt.has_global_scale and layer.rows % (fmt.tokens_per_scale or 1) == 0
 
 
-def _quantized(entry: SavedTensor, fmt: QuantizedFormat, groups: int, in_buffer: bool) -> Iterator[SavedTensor]:
+def _quantized(entry: SavedTensor, fmt: FormatDeclaration, groups: int, in_buffer: bool) -> Iterator[SavedTensor]:
     """Yield values and scales of an input; `groups` of its tokens are quantized apart, evenly many in each.
 
     `in_buffer`: their counts are on the device, and two-level scales are saved in one byte.

@@ -25,7 +25,7 @@ from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
 from arguments.layer_pattern import uses_window
-from arguments.mechanisms.dispatchers import SELECTABLE, Dispatcher, get_dispatcher
+from arguments.mechanisms.dispatchers import SELECTABLE, DispatcherDeclaration, get_dispatcher
 from arguments.mechanisms.formats import FLAGS
 from arguments.mechanisms.shardings import get_sharding
 from arguments.mechanisms.sublayers import variant_of
@@ -81,7 +81,7 @@ def _unmeasured_dispatchers() -> Features:
     return {f"the {each.key} dispatcher": partial(_exchanges_by, each) for each in SELECTABLE if not each.is_measured}
 
 
-def _exchanges_by(dispatcher: Dispatcher, plan: Plan) -> bool:
+def _exchanges_by(dispatcher: DispatcherDeclaration, plan: Plan) -> bool:
     return get_dispatcher(plan.args.moe) is dispatcher and plan.args.parallel.expert_model_parallel_size > 1
 
 
@@ -100,13 +100,13 @@ def _exchanges_farther() -> Features:
     return domains | gpus
 
 
-def _crosses_domains(dispatcher: Dispatcher, plan: Plan) -> bool:
+def _crosses_domains(dispatcher: DispatcherDeclaration, plan: Plan) -> bool:
     span = plan.args.parallel.expert_model_parallel_size * plan.args.parallel.etp_size
     measured = (dispatcher.measured_domains or 0) * plan.hardware.domain
     return get_dispatcher(plan.args.moe) is dispatcher and span > measured
 
 
-def _joins_more(dispatcher: Dispatcher, plan: Plan) -> bool:
+def _joins_more(dispatcher: DispatcherDeclaration, plan: Plan) -> bool:
     return get_dispatcher(plan.args.moe) is dispatcher and plan.hardware.domain > (dispatcher.measured_gpus or 0)
 
 

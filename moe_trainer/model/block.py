@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from arguments import Arguments
 from arguments.layer_pattern import has_mlp, mixing_sublayer
-from arguments.mechanisms.sublayers import MAMBA, Sublayer
+from arguments.mechanisms.sublayers import MAMBA, SublayerDeclaration
 from moe_trainer.layers.dropout import Dropout
 from moe_trainer.layers.hyper_connection import HyperConnection
 from moe_trainer.layers.layer_factory import LayerFactory
@@ -31,7 +31,7 @@ from moe_trainer.moe.layer import MoELayer, RoutingOutput
 from moe_trainer.parallel.state import ParallelState
 
 
-def load_class(sublayer: Sublayer) -> Callable[..., nn.Module]:
+def load_class(sublayer: SublayerDeclaration) -> Callable[..., nn.Module]:
     """Import the class of a sublayer that mixes positions."""
     module, name = sublayer.built_by.split(".")
     found: Callable[..., nn.Module] = getattr(importlib.import_module(f"moe_trainer.layers.{module}"), name)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from arguments.mechanisms.formats import FLAGS
-from arguments.mechanisms.selection_kinds.declaration import DeclaredSelection
+from arguments.mechanisms.selection_kinds.declaration import SelectionDeclaration
 from arguments.mechanisms.selections import of_balancing
 from arguments.mtp import num_mtp_depths
 from arguments.rules.derived_sizes import as_list
@@ -40,7 +40,7 @@ def defined_by_mapping(values: Mapping[str, Any], mapping: ParallelMapping) -> t
     return tuple(name for name, condition in is_defined.items() if condition)
 
 
-def _counting_by_rank(kinds: Sequence[str]) -> tuple[DeclaredSelection, ...]:
+def _counting_by_rank(kinds: Sequence[str]) -> tuple[SelectionDeclaration, ...]:
     return tuple(each for each in of_balancing(kinds) if each.counts == "rank")
 
 

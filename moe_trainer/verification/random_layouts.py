@@ -19,17 +19,17 @@ from arguments.mechanisms.dispatchers import (
     DEEPEP,
     TYPE,
     TYPES,
-    Capability,
-    Dispatcher,
+    DispatcherCapability,
+    DispatcherDeclaration,
     find_dispatcher,
 )
 from arguments.mechanisms.optimizer_kinds.declaration import OptimizerCapability
 from arguments.mechanisms.optimizers import find_optimizer
 from arguments.mechanisms.selection_kinds.declaration import (
     BALANCING,
-    DeclaredSelection,
     ExpertSplit,
-    RoutingCapability,
+    SelectionCapability,
+    SelectionDeclaration,
 )
 from arguments.mechanisms.selections import LOSSES, NO_BALANCING, SELECTIONS, SPLITS, of_balancing
 from arguments.mechanisms.shardings import MEGATRON_FSDP, TORCH_FSDP2
@@ -254,10 +254,10 @@ def _router(rng: random.Random) -> dict[str, Any]:
     return values
 
 
-def _drawn_balancing(rng: random.Random, selection: DeclaredSelection, values: dict[str, Any]) -> dict[str, Any]:
+def _drawn_balancing(rng: random.Random, selection: SelectionDeclaration, values: dict[str, Any]) -> dict[str, Any]:
     """Draw a kind of balancing that has flags sometimes, if the model allows it."""
-    excluded_by = [dest for dest, capability in demands(RoutingCapability).items() if selection.rejects(capability)]
-    if selection.rejects(RoutingCapability.CAPACITY):
+    excluded_by = [dest for dest, capability in demands(SelectionCapability).items() if selection.rejects(capability)]
+    if selection.rejects(SelectionCapability.CAPACITY):
         excluded_by.append("moe_expert_capacity_factor")
     if any(values.get(dest) for dest in excluded_by) or not _chance(rng, 0.2):
         return {}
@@ -392,7 +392,7 @@ def _batch(rng: random.Random, mapping: ParallelMapping) -> dict[str, Any]:
 def _packed_sequences(rng: random.Random, mapping: ParallelMapping, values: dict[str, Any]) -> dict[str, Any]:
     """Draw samples of different lengths sometimes, which are packed into microbatches."""
     balancing = of_balancing(values["moe_router_load_balancing_type"])
-    is_excluded = values.get("fp8") or any(each.rejects(RoutingCapability.PADDING) for each in balancing)
+    is_excluded = values.get("fp8") or any(each.rejects(SelectionCapability.PADDING) for each in balancing)
     if is_excluded or not _chance(rng, 0.3):
         return {}
     sizes = packed_sizes(mapping, by_tensor_ranks=True)
@@ -483,7 +483,7 @@ def _memory(rng: random.Random, values: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _dispatcher(values: Mapping[str, Any]) -> Dispatcher:
+def _dispatcher(values: Mapping[str, Any]) -> DispatcherDeclaration:
     return find_dispatcher(str(values[TYPE]), str(values.get(BACKEND, DEEPEP.key)))
 
 
@@ -497,7 +497,7 @@ def _fp8(rng: random.Random, mapping: ParallelMapping, values: dict[str, Any]) -
         "fp8_amax_history_len": rng.choice((1, 2)),
         "fp8_amax_compute_algo": rng.choice(("most_recent", "max")),
         "first_last_layers_bf16": _chance(rng, 0.2),
-        "moe_router_padding_for_quantization": not _dispatcher(values).rejects(Capability.QUANTIZED_PADDING)
+        "moe_router_padding_for_quantization": not _dispatcher(values).rejects(DispatcherCapability.QUANTIZED_PADDING)
         and _chance(rng, 0.3),
         "fp8_param_gather": bool(values.get("use_distributed_optimizer")),
     }
@@ -506,7 +506,7 @@ def _fp8(rng: random.Random, mapping: ParallelMapping, values: dict[str, Any]) -
 
 def _overlapped(rng: random.Random, mapping: ParallelMapping, values: dict[str, Any]) -> dict[str, Any]:
     """Draw the overlapped token exchange sometimes. It requires --bf16; the check computes in fp32 anyway."""
-    cannot_overlap = _dispatcher(values).rejects(Capability.EXCHANGE_OVERLAP)
+    cannot_overlap = _dispatcher(values).rejects(DispatcherCapability.EXCHANGE_OVERLAP)
     if mapping.ep == 1 or cannot_overlap or not _chance(rng, 0.3):
         return {}
     options: dict[str, Any] = {"overlap_moe_expert_parallel_comm": True, "bf16": True}

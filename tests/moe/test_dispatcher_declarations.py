@@ -9,7 +9,7 @@ from structure.declared import classes_of, leave_out
 
 from arguments.container import OPTIONS
 from arguments.mechanisms import dispatchers
-from arguments.mechanisms.dispatchers import ALLTOALL, DISPATCHERS, SELECTABLE, Capability, get_dispatcher
+from arguments.mechanisms.dispatchers import ALLTOALL, DISPATCHERS, SELECTABLE, DispatcherCapability, get_dispatcher
 from arguments.moe import MoEArgs
 from arguments.parse import resolve_command_line
 from moe_trainer.declared_module import load_module
@@ -28,18 +28,18 @@ DECLARATION = """
 from arguments.mechanisms.support import Rejected
 from arguments.mechanisms.traffic import Traffic
 
-TOY = Dispatcher(
+TOY = DispatcherDeclaration(
     name="Toy",
     type="toy",
     backend=None,
-    capabilities=dict.fromkeys(Capability, Rejected("is a toy")),
+    capabilities=dict.fromkeys(DispatcherCapability, Rejected("is a toy")),
     sends_copies=True,
     gathers=False,
     traffic=lambda tokens: Traffic(nvlink=3 * tokens.num_bytes),
     is_measured=False,
     is_upstream=False,
 )
-DISPATCHERS: tuple[Dispatcher, ...] = (TOY, """
+DISPATCHERS: tuple[DispatcherDeclaration, ...] = (TOY, """
 MODULE = """
 import os
 from arguments.mechanisms.dispatchers import TOY
@@ -85,7 +85,7 @@ def test_every_dispatcher_has_a_module_and_a_value_of_the_flags():
 
 def test_capability_that_a_declaration_leaves_out_is_an_error():
     with pytest.raises(TypeError, match="alltoall leaves out NUM_SMS"):
-        leave_out(ALLTOALL, Capability.NUM_SMS)
+        leave_out(ALLTOALL, DispatcherCapability.NUM_SMS)
 
 
 def test_refused_padding_names_every_backend_that_pads():
@@ -97,7 +97,7 @@ def test_refused_padding_names_every_backend_that_pads():
     ]
     deepep = ["--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend", "deepep"]
     (violation,) = resolve_command_line([*argv, *deepep], 2)[1]
-    backends = dispatchers.backends_with(Capability.CAPACITY_PADDING)
+    backends = dispatchers.backends_with(DispatcherCapability.CAPACITY_PADDING)
     assert len(backends) > 1 and all(f" {name}" in violation.message for name in backends)
 
 
@@ -107,7 +107,7 @@ def tree(tmp_path_factory):
     root = tmp_path_factory.mktemp("tree")
     new = {
         "arguments/mechanisms/dispatchers.py": lambda text: text.replace(
-            "\nDISPATCHERS: tuple[Dispatcher, ...] = (", DECLARATION, 1
+            "\nDISPATCHERS: tuple[DispatcherDeclaration, ...] = (", DECLARATION, 1
         ),
         "moe_trainer/moe/dispatch/toy.py": lambda _text: MODULE,
     }

@@ -9,7 +9,7 @@ from moe.test_layer import AUX, compare
 from moe.test_narrow_rows import TOPK, check_widths
 
 from arguments import parse_args
-from arguments.mechanisms.dispatchers import ALLTOALL, Capability
+from arguments.mechanisms.dispatchers import ALLTOALL, DispatcherCapability
 from arguments.mechanisms.selection_kinds.finermoe import ExpertGrid, expert_grid, is_asked
 from arguments.mechanisms.support import NoEffect
 from arguments.moe import MoEArgs
@@ -156,7 +156,7 @@ def test_rows_of_experts_are_as_wide_in_the_plan_as_the_declaration_says(monkeyp
         "--preset finermoe_tiny --mock-data --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall".split()
     )
     args, hardware = parse_args([*argv, "--moe-grouped-gemm", "--bf16"], 2), find_hardware("h100")
-    kernels = {Capability.PERMUTATION_KERNELS: NoEffect("of a test")}
+    kernels = {DispatcherCapability.PERMUTATION_KERNELS: NoEffect("of a test")}
     planned = []
     for changes in ({}, {"capabilities": dict(ALLTOALL.capabilities) | kernels}, {"sorts_tokens": True}):
         monkeypatch.setattr(memory, "get_dispatcher", lambda _moe, changes=changes: replace(ALLTOALL, **changes))

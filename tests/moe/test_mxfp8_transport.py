@@ -10,7 +10,7 @@ from moe.layers import HIDDEN, build_layer, sections
 from training.layouts import create_groups, make_argv, make_run
 from training.resuming import run_steps
 
-from arguments.mechanisms.dispatchers import Capability
+from arguments.mechanisms.dispatchers import DispatcherCapability
 from moe_trainer.layers.kernels import Kernels
 from moe_trainer.moe.dispatch.base import DispatchHints
 from moe_trainer.moe.dispatch.select import build_dispatcher
@@ -57,7 +57,9 @@ def test_packing_of_empty_and_nonfinite_rows():
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_fp8_dispatch_on_ranks_equals_one_process(layout, monkeypatch):
     monkeypatch.setattr(ranks, "KINDS", KINDS)
-    rounding = {key: each for key, each in ranks.DISPATCHERS.items() if each.supports(Capability.MXFP8_TRANSPORT)}
+    rounding = {
+        key: each for key, each in ranks.DISPATCHERS.items() if each.supports(DispatcherCapability.MXFP8_TRANSPORT)
+    }
     monkeypatch.setattr(ranks, "DISPATCHERS", rounding)
     shards = layout.tp == 1 or layout.sp
     cases = tuple(ranks.Case(layout, kind, ranks.UNEVEN if shards else ranks.EVEN) for kind in KINDS)

@@ -13,7 +13,7 @@ from structure.source import source_files
 from arguments.container import OPTIONS
 from arguments.demands import demands
 from arguments.mechanisms import selections as declared
-from arguments.mechanisms.selection_kinds.declaration import BALANCING, RoutingCapability
+from arguments.mechanisms.selection_kinds.declaration import BALANCING, SelectionCapability
 from arguments.mechanisms.selections import HASH, REPLAY, SELECTIONS, TOPK, get_selection
 from arguments.mechanisms.support import Rejected, support_among
 from arguments.moe import MoEArgs
@@ -22,21 +22,21 @@ from moe_trainer.declared_module import load_module
 from moe_trainer.moe import selections
 from moe_trainer.moe.selections.selection import ExpertSelection
 
-IMPORTS = """import DeclaredSelection, ExpertSplit, RoutingCapability, balancing_kinds
+IMPORTS = """import SelectionDeclaration, ExpertSplit, SelectionCapability, balancing_kinds
 from arguments.mechanisms.support import Rejected
 """
 DECLARATION = """
-TOY = DeclaredSelection(
+TOY = SelectionDeclaration(
     key="toy",
     name="the toy",
     mention="{moe_router_load_balancing_type:flag} toy",
     asked=lambda moe: balancing_kinds(moe) == ("toy",),
     balancing="toy",
     biases=("toy_bias",),
-    capabilities=dict.fromkeys(RoutingCapability, True)
-    | {RoutingCapability.LOSSES: Rejected("needs no loss"), RoutingCapability.REPLAY: Rejected("is a toy")},
+    capabilities=dict.fromkeys(SelectionCapability, True)
+    | {SelectionCapability.LOSSES: Rejected("needs no loss"), SelectionCapability.REPLAY: Rejected("is a toy")},
 )
-SELECTIONS: tuple[DeclaredSelection, ...] = (
+SELECTIONS: tuple[SelectionDeclaration, ...] = (
     TOY,
 """
 MODULE = """
@@ -104,7 +104,7 @@ def test_every_selection_has_a_module_with_a_class_and_a_value_of_its_flag():
 
 def test_capability_that_a_declaration_leaves_out_is_an_error():
     with pytest.raises(TypeError, match="top-k leaves out GROUPS"):
-        leave_out(TOPK, RoutingCapability.GROUPS)
+        leave_out(TOPK, SelectionCapability.GROUPS)
 
 
 def test_only_the_first_layers_are_those_of_the_table():
@@ -140,8 +140,10 @@ def test_page_of_capabilities_rejects_two_selections_as_the_program_does():
 def test_every_capability_is_demanded():
     """By a flag or by a rule that asks for it; others need no declaration."""
     rules = "".join(path.read_text() for path in source_files("arguments/rules"))
-    asked = {each for each in RoutingCapability if f"(RoutingCapability.{each.name})" in rules}
-    assert {*asked, *demands(RoutingCapability).values(), RoutingCapability.OTHER_SCORES} == set(RoutingCapability)
+    asked = {each for each in SelectionCapability if f"(SelectionCapability.{each.name})" in rules}
+    assert {*asked, *demands(SelectionCapability).values(), SelectionCapability.OTHER_SCORES} == set(
+        SelectionCapability
+    )
 
 
 def test_new_selection_needs_a_declaration_and_a_module(tmp_path):
@@ -150,8 +152,8 @@ def test_new_selection_needs_a_declaration_and_a_module(tmp_path):
         tmp_path,
         {
             "arguments/mechanisms/selections.py": lambda text: text.replace(
-                "import DeclaredSelection, ExpertSplit, RoutingCapability\n", IMPORTS, 1
-            ).replace("SELECTIONS: tuple[DeclaredSelection, ...] = (\n", DECLARATION.lstrip(), 1),
+                "import SelectionDeclaration, ExpertSplit, SelectionCapability\n", IMPORTS, 1
+            ).replace("SELECTIONS: tuple[SelectionDeclaration, ...] = (\n", DECLARATION.lstrip(), 1),
             "moe_trainer/moe/selections/toy.py": lambda _text: MODULE,
         },
     )

@@ -21,7 +21,7 @@ def orders_inside(backend: str) -> str:
     return f"the library of --moe-flex-dispatcher-backend {backend} orders the tokens inside its exchange"
 
 
-class Capability(Enum):
+class DispatcherCapability(Enum):
     """What flags may demand of a dispatcher; the value is the text of the manual."""
 
     CAPACITY_PADDING = "`--moe-pad-expert-input-to-capacity`"
@@ -40,7 +40,7 @@ class Capability(Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dispatcher(Mechanism[Capability]):
+class DispatcherDeclaration(Mechanism[DispatcherCapability]):
     """Declaration of a dispatcher.
 
     Attributes:
@@ -81,7 +81,7 @@ class Dispatcher(Mechanism[Capability]):
     name: str
     type: str | None
     backend: str | None
-    capabilities: Mapping[Capability, Support]
+    capabilities: Mapping[DispatcherCapability, Support]
     sends_copies: bool
     gathers: bool
     traffic: Callable[[ExchangedTokens], Traffic]
@@ -104,7 +104,7 @@ class Dispatcher(Mechanism[Capability]):
     sends_filled_slots: bool = False
 
     def __post_init__(self):
-        self.check_declares_all(Capability)
+        self.check_declares_all(DispatcherCapability)
 
     @property
     def key(self) -> str:  # type: ignore[override]  # another attribute, read only

@@ -6,8 +6,8 @@ from arguments.mechanisms.dispatcher_kinds.declaration import (
     ANY_SIZE,
     AS_MANY,
     FLEX,
-    Capability,
-    Dispatcher,
+    DispatcherCapability,
+    DispatcherDeclaration,
     orders_inside,
 )
 from arguments.mechanisms.support import NoEffect, Rejected
@@ -25,26 +25,28 @@ def _deepep_traffic(tokens: ExchangedTokens) -> Traffic:
     return once_per_domain(tokens, DEEPEP_WIDE if min(tokens.ep, tokens.domain) > 8 else 1.0)
 
 
-DEEPEP = Dispatcher(
+DEEPEP = DispatcherDeclaration(
     name="DeepEP",
     type=FLEX,
     backend="deepep",
     old_names=("deepepv2",),
     capabilities=MappingProxyType(
         {
-            Capability.CAPACITY_PADDING: Rejected("as in Megatron-LM: it sends the tokens that the router selects"),
-            Capability.QUANTIZED_PADDING: NoEffect(f"DeepEP {AS_MANY}"),
-            Capability.RANK_CAPACITY: Rejected(ANY_SIZE),
-            Capability.FUSED_EXPERTS: Rejected(ANY_SIZE),
-            Capability.MXFP8_TRANSPORT: True,
-            Capability.EXCHANGE_OVERLAP: True,
-            Capability.SHARED_EXPERT_OVERLAP: True,
-            Capability.WGRAD_OVERLAP: True,
-            Capability.PERMUTATION_KERNELS: True,
-            Capability.NUM_SMS: True,
-            Capability.PREPROCESS_GRAPH: NoEffect(orders_inside("deepep")),
-            Capability.PADDED_GRAPH: Rejected("experts are not padded to capacity"),
-            Capability.DROPLESS_GRAPH: Rejected(ANY_SIZE),
+            DispatcherCapability.CAPACITY_PADDING: Rejected(
+                "as in Megatron-LM: it sends the tokens that the router selects"
+            ),
+            DispatcherCapability.QUANTIZED_PADDING: NoEffect(f"DeepEP {AS_MANY}"),
+            DispatcherCapability.RANK_CAPACITY: Rejected(ANY_SIZE),
+            DispatcherCapability.FUSED_EXPERTS: Rejected(ANY_SIZE),
+            DispatcherCapability.MXFP8_TRANSPORT: True,
+            DispatcherCapability.EXCHANGE_OVERLAP: True,
+            DispatcherCapability.SHARED_EXPERT_OVERLAP: True,
+            DispatcherCapability.WGRAD_OVERLAP: True,
+            DispatcherCapability.PERMUTATION_KERNELS: True,
+            DispatcherCapability.NUM_SMS: True,
+            DispatcherCapability.PREPROCESS_GRAPH: NoEffect(orders_inside("deepep")),
+            DispatcherCapability.PADDED_GRAPH: Rejected("experts are not padded to capacity"),
+            DispatcherCapability.DROPLESS_GRAPH: Rejected(ANY_SIZE),
         }
     ),
     package="deep_ep",

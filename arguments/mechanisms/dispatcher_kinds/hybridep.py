@@ -2,29 +2,34 @@
 
 from types import MappingProxyType
 
-from arguments.mechanisms.dispatcher_kinds.declaration import FLEX, Capability, Dispatcher, orders_inside
+from arguments.mechanisms.dispatcher_kinds.declaration import (
+    FLEX,
+    DispatcherCapability,
+    DispatcherDeclaration,
+    orders_inside,
+)
 from arguments.mechanisms.support import NoEffect
 from arguments.mechanisms.traffic import once_per_domain
 
-HYBRIDEP = Dispatcher(
+HYBRIDEP = DispatcherDeclaration(
     name="HybridEP",
     type=FLEX,
     backend="hybridep",
     capabilities=MappingProxyType(
         {
-            Capability.CAPACITY_PADDING: True,
-            Capability.QUANTIZED_PADDING: True,
-            Capability.RANK_CAPACITY: True,
-            Capability.FUSED_EXPERTS: True,
-            Capability.MXFP8_TRANSPORT: True,
-            Capability.EXCHANGE_OVERLAP: True,
-            Capability.SHARED_EXPERT_OVERLAP: True,
-            Capability.WGRAD_OVERLAP: True,
-            Capability.PERMUTATION_KERNELS: NoEffect("HybridEP sorts tokens itself"),
-            Capability.NUM_SMS: True,
-            Capability.PREPROCESS_GRAPH: NoEffect(orders_inside("hybridep")),
-            Capability.PADDED_GRAPH: True,
-            Capability.DROPLESS_GRAPH: True,
+            DispatcherCapability.CAPACITY_PADDING: True,
+            DispatcherCapability.QUANTIZED_PADDING: True,
+            DispatcherCapability.RANK_CAPACITY: True,
+            DispatcherCapability.FUSED_EXPERTS: True,
+            DispatcherCapability.MXFP8_TRANSPORT: True,
+            DispatcherCapability.EXCHANGE_OVERLAP: True,
+            DispatcherCapability.SHARED_EXPERT_OVERLAP: True,
+            DispatcherCapability.WGRAD_OVERLAP: True,
+            DispatcherCapability.PERMUTATION_KERNELS: NoEffect("HybridEP sorts tokens itself"),
+            DispatcherCapability.NUM_SMS: True,
+            DispatcherCapability.PREPROCESS_GRAPH: NoEffect(orders_inside("hybridep")),
+            DispatcherCapability.PADDED_GRAPH: True,
+            DispatcherCapability.DROPLESS_GRAPH: True,
         }
     ),
     package="deep_ep",

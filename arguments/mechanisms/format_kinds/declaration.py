@@ -94,7 +94,7 @@ class StoredForm:
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuantizedFormat(Mechanism[FormatCapability]):
+class FormatDeclaration(Mechanism[FormatCapability]):
     """Declaration of a format of quantized GEMMs.
 
     Attributes:

@@ -6,8 +6,8 @@ from arguments.mechanisms.format_kinds.declaration import (
     BLOCK_SCALE_BYTES,
     CUSTOM,
     FormatCapability,
+    FormatDeclaration,
     FormatFlags,
-    QuantizedFormat,
     StoredForm,
 )
 from arguments.mechanisms.support import NoEffect, Rejected
@@ -35,7 +35,7 @@ def _reads_counts_on_host(key: str) -> NoEffect:
     return NoEffect(f"TransformerEngine reads them on the host with {key} scaling")
 
 
-DELAYED = QuantizedFormat(
+DELAYED = FormatDeclaration(
     key="delayed",
     name="fp8 delayed",
     flags=FP8,
@@ -59,7 +59,7 @@ DELAYED = QuantizedFormat(
     ),
 )
 
-TENSORWISE = QuantizedFormat(
+TENSORWISE = FormatDeclaration(
     key="tensorwise",
     name="fp8 tensorwise",
     flags=FP8,
@@ -80,7 +80,7 @@ TENSORWISE = QuantizedFormat(
     ),
 )
 
-BLOCKWISE = QuantizedFormat(
+BLOCKWISE = FormatDeclaration(
     key="blockwise",
     name="fp8 blockwise",
     flags=FP8,
@@ -108,7 +108,7 @@ BLOCKWISE = QuantizedFormat(
     ),
 )
 
-MXFP8 = QuantizedFormat(
+MXFP8 = FormatDeclaration(
     key="mxfp8",
     name="MXFP8",
     flags=FP8,
@@ -131,7 +131,7 @@ MXFP8 = QuantizedFormat(
     ),
 )
 
-FP8_CUSTOM = QuantizedFormat(
+FP8_CUSTOM = FormatDeclaration(
     key=CUSTOM,
     name="fp8 formats of a function",
     flags=FP8,

@@ -6,15 +6,15 @@ from arguments.mechanisms.format_kinds.declaration import (
     BLOCK_SCALE_BYTES,
     CUSTOM,
     FormatCapability,
+    FormatDeclaration,
     FormatFlags,
-    QuantizedFormat,
     StoredForm,
 )
 from arguments.mechanisms.support import NoEffect, Rejected
 
 FP4 = FormatFlags(name="fp4", values=("e2m1",), bits=4, is_measured=False)
 
-NVFP4 = QuantizedFormat(
+NVFP4 = FormatDeclaration(
     key="nvfp4",
     name="NVFP4",
     flags=FP4,
@@ -46,7 +46,7 @@ NVFP4 = QuantizedFormat(
     ),
 )
 
-FP4_CUSTOM = QuantizedFormat(
+FP4_CUSTOM = FormatDeclaration(
     key=CUSTOM,
     name="fp4 formats of a function",
     flags=FP4,

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from arguments.mechanisms.optimizer_kinds.declaration import DeclaredOptimizer, OptimizerCapability
+from arguments.mechanisms.optimizer_kinds.declaration import OptimizerCapability, OptimizerDeclaration
 from arguments.mechanisms.support import Rejected
 
 
@@ -20,7 +20,7 @@ def record_adam_group(record: Mapping[str, Any], epsilon: Any) -> dict[str, Any]
     }
 
 
-ADAM = DeclaredOptimizer(
+ADAM = OptimizerDeclaration(
     key="adam",
     name="Adam",
     states=("exp_avg", "exp_avg_sq"),

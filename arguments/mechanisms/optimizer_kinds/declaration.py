@@ -26,7 +26,7 @@ class OptimizerCapability(Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeclaredOptimizer(Mechanism[OptimizerCapability]):
+class OptimizerDeclaration(Mechanism[OptimizerCapability]):
     """Declaration of an optimizer.
 
     Attributes:

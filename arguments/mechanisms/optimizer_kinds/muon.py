@@ -5,7 +5,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from arguments.mechanisms.optimizer_kinds.adam import record_adam_group
-from arguments.mechanisms.optimizer_kinds.declaration import DeclaredOptimizer, OptimizerCapability
+from arguments.mechanisms.optimizer_kinds.declaration import OptimizerCapability, OptimizerDeclaration
 from arguments.mechanisms.support import Rejected
 from arguments.schema import flag
 from arguments.settings import Settings
@@ -26,7 +26,7 @@ def _comparable(s: Settings, has_tensor_ranks: bool) -> tuple[dict[str, object],
     return options, notes
 
 
-MUON = DeclaredOptimizer(
+MUON = OptimizerDeclaration(
     key="muon",
     name="Muon",
     states=("momentum_buffer",),

@@ -2,10 +2,10 @@
 
 from types import MappingProxyType
 
-from arguments.mechanisms.optimizer_kinds.declaration import DeclaredOptimizer, OptimizerCapability
+from arguments.mechanisms.optimizer_kinds.declaration import OptimizerCapability, OptimizerDeclaration
 from arguments.mechanisms.support import Rejected
 
-SGD = DeclaredOptimizer(
+SGD = OptimizerDeclaration(
     key="sgd",
     name="SGD",
     states=("momentum_buffer",),

@@ -3,7 +3,7 @@
 from types import MappingProxyType
 from typing import Any
 
-from arguments.mechanisms.placement_kinds.declaration import DeclaredPlacement, PlacementCapability
+from arguments.mechanisms.placement_kinds.declaration import PlacementCapability, PlacementDeclaration
 from arguments.mechanisms.support import NoEffect, Rejected
 
 EXCHANGE_ELEMENTS = 1 << 26
@@ -33,7 +33,7 @@ def _held_elements(moe: Any, local: float, ep: int, num_experts: int) -> float:
     return 2 * (local + clones) + exchanged
 
 
-CLONED = DeclaredPlacement(
+CLONED = PlacementDeclaration(
     key="cloned",
     name="clones of hot experts",
     dest="moe_clone_hot_experts",

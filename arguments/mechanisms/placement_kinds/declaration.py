@@ -25,7 +25,7 @@ def no_slots(_moe: Any) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeclaredPlacement(Mechanism[PlacementCapability]):
+class PlacementDeclaration(Mechanism[PlacementCapability]):
     """Declaration of a placement.
 
     Attributes:

@@ -2,9 +2,9 @@
 
 from types import MappingProxyType
 
-from arguments.mechanisms.placement_kinds.declaration import DeclaredPlacement, PlacementCapability
+from arguments.mechanisms.placement_kinds.declaration import PlacementCapability, PlacementDeclaration
 
-OWN = DeclaredPlacement(
+OWN = PlacementDeclaration(
     key="own",
     name="own experts",
     capabilities=MappingProxyType(

@@ -13,7 +13,7 @@ UPSTREAM = Rejected("as in Megatron-LM")
 """What Megatron-LM rejects too; the other rejections are of this program."""
 
 
-class RoutingCapability(Enum):
+class SelectionCapability(Enum):
     """What flags may demand of a selection; the value is the text of the manual."""
 
     PRE_SOFTMAX = "`--moe-router-pre-softmax`"
@@ -87,7 +87,7 @@ class ExpertSplit:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeclaredSelection(Mechanism[RoutingCapability]):
+class SelectionDeclaration(Mechanism[SelectionCapability]):
     """Declaration of a selection.
 
     Attributes:
@@ -116,9 +116,9 @@ class DeclaredSelection(Mechanism[RoutingCapability]):
     key: str
     name: str
     mention: str
-    capabilities: Mapping[RoutingCapability, Support]
+    capabilities: Mapping[SelectionCapability, Support]
     asked: Callable[[Any], bool]
-    asked_by: RoutingCapability | None = None
+    asked_by: SelectionCapability | None = None
     balancing: str | None = None
     num_layers: Callable[[Any], int] | None = None
     learns_from_one: bool = False
@@ -132,7 +132,7 @@ class DeclaredSelection(Mechanism[RoutingCapability]):
     split: ExpertSplit | None = None
 
     def __post_init__(self):
-        self.check_declares_all(RoutingCapability)
+        self.check_declares_all(SelectionCapability)
 
     def is_named(self, moe: Any) -> bool:
         """Return whether flags ask for it, be it together with what excludes it."""

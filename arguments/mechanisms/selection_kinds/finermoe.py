@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 from arguments.mechanisms.selection_kinds.declaration import (
     BALANCING,
-    DeclaredSelection,
     ExpertSplit,
-    RoutingCapability,
+    SelectionCapability,
+    SelectionDeclaration,
     UpcycledExperts,
 )
 from arguments.mechanisms.support import Rejected
@@ -104,7 +104,7 @@ def _shrink(s: Any, ep: int, ffn: int) -> dict[str, object]:
     return values
 
 
-FINERMOE = DeclaredSelection(
+FINERMOE = SelectionDeclaration(
     key="finermoe",
     name="FineRMoE",
     mention=f"{{{CUTS}:flag}} and {{{SLICES}:flag}}",
@@ -123,25 +123,25 @@ FINERMOE = DeclaredSelection(
     ),
     capabilities=MappingProxyType(
         {
-            RoutingCapability.PRE_SOFTMAX: Rejected(
+            SelectionCapability.PRE_SOFTMAX: Rejected(
                 "its weights are a softmax over the chosen experts of all slices together"
             ),
-            RoutingCapability.SCALING_FACTOR: Rejected("its weights add up to 1"),
-            RoutingCapability.GROUPS: Rejected("it selects groups itself"),
-            RoutingCapability.HASH_LAYERS: Rejected("a table of experts has no slices"),
-            RoutingCapability.FUSED_KERNEL: Rejected("the fused kernel does not know its groups"),
-            RoutingCapability.OTHER_SCORES: Rejected("its scores are a softmax"),
-            RoutingCapability.EXPERT_BIAS: True,
-            RoutingCapability.REPLAY: Rejected("their experts are chosen slice by slice"),
-            RoutingCapability.SPARSEMIXER: Rejected("SparseMixer's two experts are those of the largest logits"),
-            RoutingCapability.LOSSES: True,
-            RoutingCapability.CAPACITY: True,
-            RoutingCapability.OUR_KERNEL: Rejected(
+            SelectionCapability.SCALING_FACTOR: Rejected("its weights add up to 1"),
+            SelectionCapability.GROUPS: Rejected("it selects groups itself"),
+            SelectionCapability.HASH_LAYERS: Rejected("a table of experts has no slices"),
+            SelectionCapability.FUSED_KERNEL: Rejected("the fused kernel does not know its groups"),
+            SelectionCapability.OTHER_SCORES: Rejected("its scores are a softmax"),
+            SelectionCapability.EXPERT_BIAS: True,
+            SelectionCapability.REPLAY: Rejected("their experts are chosen slice by slice"),
+            SelectionCapability.SPARSEMIXER: Rejected("SparseMixer's two experts are those of the largest logits"),
+            SelectionCapability.LOSSES: True,
+            SelectionCapability.CAPACITY: True,
+            SelectionCapability.OUR_KERNEL: Rejected(
                 "the kernel of the router does not know its groups; name the others"
             ),
-            RoutingCapability.PADDING: True,
-            RoutingCapability.GRAPH: True,
-            RoutingCapability.UPCYCLING: True,
+            SelectionCapability.PADDING: True,
+            SelectionCapability.GRAPH: True,
+            SelectionCapability.UPCYCLING: True,
         }
     ),
 )

@@ -4,8 +4,8 @@ from types import MappingProxyType
 
 from arguments.mechanisms.selection_kinds.declaration import (
     UPSTREAM,
-    DeclaredSelection,
-    RoutingCapability,
+    SelectionCapability,
+    SelectionDeclaration,
     balancing_kinds,
 )
 from arguments.mechanisms.support import NoEffect, Rejected
@@ -13,7 +13,7 @@ from arguments.mechanisms.support import NoEffect, Rejected
 _BALANCES = Rejected("balances by its choice of experts")
 KIND = "quantile_balancing"
 
-QUANTILE_BALANCING = DeclaredSelection(
+QUANTILE_BALANCING = SelectionDeclaration(
     key="quantile_balancing",
     name="quantile balancing",
     mention=f"{{moe_router_load_balancing_type:flag}} {KIND}",
@@ -26,21 +26,21 @@ QUANTILE_BALANCING = DeclaredSelection(
     draws=(("moe_router_quantile_balancing_ema", (0.0, 0.6)),),
     capabilities=MappingProxyType(
         {
-            RoutingCapability.PRE_SOFTMAX: True,
-            RoutingCapability.SCALING_FACTOR: True,
-            RoutingCapability.GROUPS: UPSTREAM,
-            RoutingCapability.HASH_LAYERS: True,
-            RoutingCapability.FUSED_KERNEL: UPSTREAM,
-            RoutingCapability.OTHER_SCORES: True,
-            RoutingCapability.EXPERT_BIAS: NoEffect("has another bias"),
-            RoutingCapability.REPLAY: _BALANCES,
-            RoutingCapability.SPARSEMIXER: _BALANCES,
-            RoutingCapability.LOSSES: Rejected("balances without a loss"),
-            RoutingCapability.CAPACITY: Rejected("is not defined with dropped tokens"),
-            RoutingCapability.OUR_KERNEL: NoEffect("there is no kernel for it"),
-            RoutingCapability.PADDING: Rejected("its estimate counts padding", "later"),
-            RoutingCapability.GRAPH: True,
-            RoutingCapability.UPCYCLING: True,
+            SelectionCapability.PRE_SOFTMAX: True,
+            SelectionCapability.SCALING_FACTOR: True,
+            SelectionCapability.GROUPS: UPSTREAM,
+            SelectionCapability.HASH_LAYERS: True,
+            SelectionCapability.FUSED_KERNEL: UPSTREAM,
+            SelectionCapability.OTHER_SCORES: True,
+            SelectionCapability.EXPERT_BIAS: NoEffect("has another bias"),
+            SelectionCapability.REPLAY: _BALANCES,
+            SelectionCapability.SPARSEMIXER: _BALANCES,
+            SelectionCapability.LOSSES: Rejected("balances without a loss"),
+            SelectionCapability.CAPACITY: Rejected("is not defined with dropped tokens"),
+            SelectionCapability.OUR_KERNEL: NoEffect("there is no kernel for it"),
+            SelectionCapability.PADDING: Rejected("its estimate counts padding", "later"),
+            SelectionCapability.GRAPH: True,
+            SelectionCapability.UPCYCLING: True,
         }
     ),
 )

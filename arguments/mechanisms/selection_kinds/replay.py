@@ -2,13 +2,13 @@
 
 from types import MappingProxyType
 
-from arguments.mechanisms.selection_kinds.declaration import DeclaredSelection, RoutingCapability
+from arguments.mechanisms.selection_kinds.declaration import SelectionCapability, SelectionDeclaration
 
-REPLAY = DeclaredSelection(
+REPLAY = SelectionDeclaration(
     key="replay",
     name="replay of routing",
     mention="{moe_enable_routing_replay:flag}",
     asked=lambda moe: moe.moe_enable_routing_replay,
-    asked_by=RoutingCapability.REPLAY,
-    capabilities=MappingProxyType(dict.fromkeys(RoutingCapability, True)),
+    asked_by=SelectionCapability.REPLAY,
+    capabilities=MappingProxyType(dict.fromkeys(SelectionCapability, True)),
 )

@@ -2,14 +2,14 @@
 
 from types import MappingProxyType
 
-from arguments.mechanisms.selection_kinds.declaration import DeclaredSelection, RoutingCapability, balancing_kinds
+from arguments.mechanisms.selection_kinds.declaration import SelectionCapability, SelectionDeclaration, balancing_kinds
 from arguments.mechanisms.support import NoEffect, Rejected
 
 _SCORES = NoEffect("computes weights and choice of experts differently")
 _BALANCES = Rejected("balances by its choice of experts")
 KIND = "sinkhorn"
 
-SINKHORN = DeclaredSelection(
+SINKHORN = SelectionDeclaration(
     key="sinkhorn",
     name="sinkhorn balancing",
     mention=f"{{moe_router_load_balancing_type:flag}} {KIND}",
@@ -20,21 +20,21 @@ SINKHORN = DeclaredSelection(
     counts_because="sinkhorn balances the tokens of one rank",
     capabilities=MappingProxyType(
         {
-            RoutingCapability.PRE_SOFTMAX: _SCORES,
-            RoutingCapability.SCALING_FACTOR: _SCORES,
-            RoutingCapability.GROUPS: _SCORES,
-            RoutingCapability.HASH_LAYERS: True,
-            RoutingCapability.FUSED_KERNEL: NoEffect("the kernel does not normalize logits over tokens"),
-            RoutingCapability.OTHER_SCORES: _SCORES,
-            RoutingCapability.EXPERT_BIAS: _SCORES,
-            RoutingCapability.REPLAY: _BALANCES,
-            RoutingCapability.SPARSEMIXER: _BALANCES,
-            RoutingCapability.LOSSES: Rejected("balances without a loss"),
-            RoutingCapability.CAPACITY: Rejected("is not defined with dropped tokens"),
-            RoutingCapability.OUR_KERNEL: NoEffect("there is no kernel for it"),
-            RoutingCapability.PADDING: True,
-            RoutingCapability.GRAPH: Rejected("it checks for convergence on the host", "later"),
-            RoutingCapability.UPCYCLING: True,
+            SelectionCapability.PRE_SOFTMAX: _SCORES,
+            SelectionCapability.SCALING_FACTOR: _SCORES,
+            SelectionCapability.GROUPS: _SCORES,
+            SelectionCapability.HASH_LAYERS: True,
+            SelectionCapability.FUSED_KERNEL: NoEffect("the kernel does not normalize logits over tokens"),
+            SelectionCapability.OTHER_SCORES: _SCORES,
+            SelectionCapability.EXPERT_BIAS: _SCORES,
+            SelectionCapability.REPLAY: _BALANCES,
+            SelectionCapability.SPARSEMIXER: _BALANCES,
+            SelectionCapability.LOSSES: Rejected("balances without a loss"),
+            SelectionCapability.CAPACITY: Rejected("is not defined with dropped tokens"),
+            SelectionCapability.OUR_KERNEL: NoEffect("there is no kernel for it"),
+            SelectionCapability.PADDING: True,
+            SelectionCapability.GRAPH: Rejected("it checks for convergence on the host", "later"),
+            SelectionCapability.UPCYCLING: True,
         }
     ),
 )

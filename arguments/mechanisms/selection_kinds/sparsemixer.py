@@ -2,35 +2,35 @@
 
 from types import MappingProxyType
 
-from arguments.mechanisms.selection_kinds.declaration import DeclaredSelection, RoutingCapability
+from arguments.mechanisms.selection_kinds.declaration import SelectionCapability, SelectionDeclaration
 from arguments.mechanisms.support import Rejected
 
 _BY_LOGITS = Rejected("its two experts are those of the largest logits")
 
-SPARSEMIXER = DeclaredSelection(
+SPARSEMIXER = SelectionDeclaration(
     key="sparsemixer",
     name="SparseMixer",
     mention="{moe_router_sparsemixer_jitter:flag}",
     asked=lambda moe: moe.moe_router_sparsemixer_jitter is not None,
     has_rules=True,
-    asked_by=RoutingCapability.SPARSEMIXER,
+    asked_by=SelectionCapability.SPARSEMIXER,
     capabilities=MappingProxyType(
         {
-            RoutingCapability.PRE_SOFTMAX: _BY_LOGITS,
-            RoutingCapability.SCALING_FACTOR: True,
-            RoutingCapability.GROUPS: _BY_LOGITS,
-            RoutingCapability.HASH_LAYERS: _BY_LOGITS,
-            RoutingCapability.FUSED_KERNEL: Rejected("the kernel computes one softmax of both experts"),
-            RoutingCapability.OTHER_SCORES: Rejected("its weights are shares of a softmax"),
-            RoutingCapability.EXPERT_BIAS: _BY_LOGITS,
-            RoutingCapability.REPLAY: _BY_LOGITS,
-            RoutingCapability.SPARSEMIXER: True,
-            RoutingCapability.LOSSES: True,
-            RoutingCapability.CAPACITY: True,
-            RoutingCapability.OUR_KERNEL: True,
-            RoutingCapability.PADDING: True,
-            RoutingCapability.GRAPH: True,
-            RoutingCapability.UPCYCLING: True,
+            SelectionCapability.PRE_SOFTMAX: _BY_LOGITS,
+            SelectionCapability.SCALING_FACTOR: True,
+            SelectionCapability.GROUPS: _BY_LOGITS,
+            SelectionCapability.HASH_LAYERS: _BY_LOGITS,
+            SelectionCapability.FUSED_KERNEL: Rejected("the kernel computes one softmax of both experts"),
+            SelectionCapability.OTHER_SCORES: Rejected("its weights are shares of a softmax"),
+            SelectionCapability.EXPERT_BIAS: _BY_LOGITS,
+            SelectionCapability.REPLAY: _BY_LOGITS,
+            SelectionCapability.SPARSEMIXER: True,
+            SelectionCapability.LOSSES: True,
+            SelectionCapability.CAPACITY: True,
+            SelectionCapability.OUR_KERNEL: True,
+            SelectionCapability.PADDING: True,
+            SelectionCapability.GRAPH: True,
+            SelectionCapability.UPCYCLING: True,
         }
     ),
 )

@@ -2,12 +2,12 @@
 
 from types import MappingProxyType
 
-from arguments.mechanisms.selection_kinds.declaration import DeclaredSelection, RoutingCapability
+from arguments.mechanisms.selection_kinds.declaration import SelectionCapability, SelectionDeclaration
 
-TOPK = DeclaredSelection(
+TOPK = SelectionDeclaration(
     key="topk",
     name="top-k",
     mention="{moe_router_topk:flag}",
     asked=lambda _moe: True,
-    capabilities=MappingProxyType(dict.fromkeys(RoutingCapability, True)),
+    capabilities=MappingProxyType(dict.fromkeys(SelectionCapability, True)),
 )

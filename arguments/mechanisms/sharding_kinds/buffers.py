@@ -2,7 +2,7 @@
 
 from types import MappingProxyType
 
-from arguments.mechanisms.sharding_kinds.declaration import DeclaredSharding, ShardingCapability
+from arguments.mechanisms.sharding_kinds.declaration import ShardingCapability, ShardingDeclaration
 from arguments.mechanisms.support import NoEffect, Rejected, Support
 
 _HAS_ALL = "every rank updates all parameters"
@@ -24,7 +24,7 @@ _ACTS: MappingProxyType[ShardingCapability, Support] = MappingProxyType(
     }
 )
 
-REPLICATED = DeclaredSharding(
+REPLICATED = ShardingDeclaration(
     key="replicated",
     name="replicated",
     capabilities=MappingProxyType(
@@ -41,7 +41,7 @@ REPLICATED = DeclaredSharding(
 )
 """What no flag asks for."""
 
-DISTRIBUTED_OPTIMIZER = DeclaredSharding(
+DISTRIBUTED_OPTIMIZER = ShardingDeclaration(
     key="distributed_optimizer",
     name="distributed optimizer",
     dest="use_distributed_optimizer",

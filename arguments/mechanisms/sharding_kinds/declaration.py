@@ -34,7 +34,7 @@ class ShardingCapability(Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeclaredSharding(Mechanism[ShardingCapability]):
+class ShardingDeclaration(Mechanism[ShardingCapability]):
     """Declaration of a sharding.
 
     Attributes:

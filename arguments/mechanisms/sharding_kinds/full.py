@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from arguments.mechanisms.sharding_kinds.declaration import DeclaredSharding, ShardingCapability
+from arguments.mechanisms.sharding_kinds.declaration import ShardingCapability, ShardingDeclaration
 from arguments.mechanisms.support import NoEffect, Rejected, Support
 
 _AS_MEGATRON = "as in Megatron-LM"
@@ -61,8 +61,8 @@ _BY_MEGATRON: MappingProxyType[ShardingCapability, Support] = MappingProxyType(
 )
 
 
-def _megatron_fsdp(strategy: str, own: Mapping[ShardingCapability, Support], **traits: bool) -> DeclaredSharding:
-    return DeclaredSharding(
+def _megatron_fsdp(strategy: str, own: Mapping[ShardingCapability, Support], **traits: bool) -> ShardingDeclaration:
+    return ShardingDeclaration(
         key=f"megatron_fsdp_{strategy}",
         name=f"Megatron-FSDP, {strategy}",
         dest="use_megatron_fsdp",
@@ -115,7 +115,7 @@ MEGATRON_FSDP = (
 )
 """By strategy. With one data-parallel rank, gradients have flat buffers whatever it is."""
 
-TORCH_FSDP2 = DeclaredSharding(
+TORCH_FSDP2 = ShardingDeclaration(
     key="torch_fsdp2",
     name="torch FSDP2",
     dest="use_torch_fsdp2",

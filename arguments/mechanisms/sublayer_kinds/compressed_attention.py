@@ -2,11 +2,11 @@
 
 from types import MappingProxyType
 
-from arguments.mechanisms.sublayer_kinds.declaration import Sublayer, SublayerCapability
+from arguments.mechanisms.sublayer_kinds.declaration import SublayerCapability, SublayerDeclaration
 from arguments.mechanisms.sublayer_kinds.latent_attention import LATENT_ATTENTION
 from arguments.mechanisms.support import Rejected
 
-COMPRESSED_ATTENTION = Sublayer(
+COMPRESSED_ATTENTION = SublayerDeclaration(
     key="compressed_attention",
     name="compressed attention",
     built_by="compressed_attention.CompressedAttention",

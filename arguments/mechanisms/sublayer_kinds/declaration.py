@@ -105,8 +105,8 @@ OF_TRAINING = (
 """Of all sublayers, whatever they compute."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sublayer(Mechanism[SublayerCapability]):
+@dataclass(frozen=True, kw_only=True, eq=False)  # hashable, whatever its fields
+class SublayerDeclaration(Mechanism[SublayerCapability]):
     """Declaration of a kind of sublayer.
 
     Attributes:

@@ -3,7 +3,12 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from arguments.mechanisms.sublayer_kinds.declaration import OF_ATTENTION, OF_TRAINING, Sublayer, SublayerCapability
+from arguments.mechanisms.sublayer_kinds.declaration import (
+    OF_ATTENTION,
+    OF_TRAINING,
+    SublayerCapability,
+    SublayerDeclaration,
+)
 from arguments.mechanisms.support import NoEffect, Support
 
 _CAPABILITIES: Mapping[SublayerCapability, Support] = MappingProxyType(
@@ -18,5 +23,5 @@ _CAPABILITIES: Mapping[SublayerCapability, Support] = MappingProxyType(
         SublayerCapability.LEGACY_FORMAT: True,
     }
 )
-MLP = Sublayer(key="mlp", name="feed-forward", letter="-", capabilities=_CAPABILITIES)
-EXPERTS = Sublayer(key="experts", name="experts", letter="E", capabilities=_CAPABILITIES)
+MLP = SublayerDeclaration(key="mlp", name="feed-forward", letter="-", capabilities=_CAPABILITIES)
+EXPERTS = SublayerDeclaration(key="experts", name="experts", letter="E", capabilities=_CAPABILITIES)

@@ -2,10 +2,15 @@
 
 from types import MappingProxyType
 
-from arguments.mechanisms.sublayer_kinds.declaration import OF_ATTENTION, OF_TRAINING, Sublayer, SublayerCapability
+from arguments.mechanisms.sublayer_kinds.declaration import (
+    OF_ATTENTION,
+    OF_TRAINING,
+    SublayerCapability,
+    SublayerDeclaration,
+)
 from arguments.mechanisms.support import NoEffect, Rejected
 
-GATED_DELTA_NET = Sublayer(
+GATED_DELTA_NET = SublayerDeclaration(
     key="gated_delta_net",
     name="gated DeltaNet",
     built_by="gated_delta_net.GatedDeltaNet",

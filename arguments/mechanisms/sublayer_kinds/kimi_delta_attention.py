@@ -2,10 +2,15 @@
 
 from types import MappingProxyType
 
-from arguments.mechanisms.sublayer_kinds.declaration import OF_ATTENTION, OF_TRAINING, Sublayer, SublayerCapability
+from arguments.mechanisms.sublayer_kinds.declaration import (
+    OF_ATTENTION,
+    OF_TRAINING,
+    SublayerCapability,
+    SublayerDeclaration,
+)
 from arguments.mechanisms.support import NoEffect, Rejected
 
-KIMI_DELTA_ATTENTION = Sublayer(
+KIMI_DELTA_ATTENTION = SublayerDeclaration(
     key="kimi_delta_attention",
     name="Kimi delta attention",
     built_by="kimi_delta_attention.KimiDeltaAttention",

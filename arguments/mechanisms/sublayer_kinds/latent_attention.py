@@ -8,12 +8,12 @@ from arguments.mechanisms.sublayer_kinds.declaration import (
     OF_ROTATION,
     OF_SCORES,
     OF_TRAINING,
-    Sublayer,
     SublayerCapability,
+    SublayerDeclaration,
 )
 from arguments.mechanisms.support import NoEffect, Rejected
 
-LATENT_ATTENTION = Sublayer(
+LATENT_ATTENTION = SublayerDeclaration(
     key="latent_attention",
     name="latent attention",
     built_by="mla.MultiLatentAttention",

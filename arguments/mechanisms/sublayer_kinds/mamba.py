@@ -6,12 +6,12 @@ from arguments.mechanisms.sublayer_kinds.declaration import (
     OF_ATTENTION,
     OF_TRAINING,
     PATTERN,
-    Sublayer,
     SublayerCapability,
+    SublayerDeclaration,
 )
 from arguments.mechanisms.support import NoEffect, Rejected
 
-MAMBA = Sublayer(
+MAMBA = SublayerDeclaration(
     key="mamba",
     name="Mamba-2",
     built_by="mamba.MambaMixer",

@@ -2,10 +2,15 @@
 
 from types import MappingProxyType
 
-from arguments.mechanisms.sublayer_kinds.declaration import OF_ATTENTION, OF_TRAINING, Sublayer, SublayerCapability
+from arguments.mechanisms.sublayer_kinds.declaration import (
+    OF_ATTENTION,
+    OF_TRAINING,
+    SublayerCapability,
+    SublayerDeclaration,
+)
 from arguments.mechanisms.support import NoEffect, Rejected
 
-SHORT_CONVOLUTION = Sublayer(
+SHORT_CONVOLUTION = SublayerDeclaration(
     key="short_convolution",
     name="short convolution",
     built_by="short_convolution.ShortConvolution",

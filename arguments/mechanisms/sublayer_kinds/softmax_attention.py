@@ -8,12 +8,12 @@ from arguments.mechanisms.sublayer_kinds.declaration import (
     OF_ROTATION,
     OF_SCORES,
     OF_TRAINING,
-    Sublayer,
     SublayerCapability,
+    SublayerDeclaration,
 )
 from arguments.mechanisms.support import NoEffect, Rejected
 
-SOFTMAX_ATTENTION = Sublayer(
+SOFTMAX_ATTENTION = SublayerDeclaration(
     key="softmax_attention",
     name="softmax attention",
     built_by="attention.SelfAttention",

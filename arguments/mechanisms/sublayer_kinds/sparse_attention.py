@@ -2,11 +2,11 @@
 
 from types import MappingProxyType
 
-from arguments.mechanisms.sublayer_kinds.declaration import Sublayer, SublayerCapability
+from arguments.mechanisms.sublayer_kinds.declaration import SublayerCapability, SublayerDeclaration
 from arguments.mechanisms.sublayer_kinds.latent_attention import LATENT_ATTENTION
 from arguments.mechanisms.support import Rejected
 
-SPARSE_ATTENTION = Sublayer(
+SPARSE_ATTENTION = SublayerDeclaration(
     key="sparse_attention",
     name="sparse attention",
     built_by="mla.MultiLatentAttention",

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from arguments.mechanisms.dispatchers import Capability, Dispatcher
+from arguments.mechanisms.dispatchers import DispatcherCapability, DispatcherDeclaration
 from moe_trainer.moe.receive.budget import ReceiveBudget
 from moe_trainer.ops.permute import Permutation
 from moe_trainer.parallel.collectives import Exchange, finish_exchange
@@ -146,7 +146,7 @@ def permute_received(permutation: Permutation, state: DispatchState, routing_Ne:
 class TokenDispatcher(ABC):
     """Base of all dispatchers; holds constants only."""
 
-    declaration: ClassVar[Dispatcher]
+    declaration: ClassVar[DispatcherDeclaration]
     uses_known_counts = False  # with known counts dispatch_preprocess waits for nothing and returns tensors only
     # why it cannot receive into a buffer of a given size, without counts on the host; None if it can
     fixed_buffer_problem: str | None = "the dispatcher receives buffers of the size of what arrives"
@@ -154,7 +154,7 @@ class TokenDispatcher(ABC):
     @property
     def supports_routing_padding(self) -> bool:
         """Whether a token may be sent to more experts than the router chooses."""
-        return not self.declaration.ignores(Capability.QUANTIZED_PADDING)
+        return not self.declaration.ignores(DispatcherCapability.QUANTIZED_PADDING)
 
     @abstractmethod
     def dispatch_preprocess(

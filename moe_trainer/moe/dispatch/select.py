@@ -6,8 +6,8 @@ from functools import partial
 
 import torch
 
-from arguments.mechanisms.dispatchers import ALLTOALL, LOCAL, SELECTING_FLAGS, Dispatcher, get_dispatcher
-from arguments.mechanisms.selection_kinds.declaration import RoutingCapability
+from arguments.mechanisms.dispatchers import ALLTOALL, LOCAL, SELECTING_FLAGS, DispatcherDeclaration, get_dispatcher
+from arguments.mechanisms.selection_kinds.declaration import SelectionCapability
 from arguments.mechanisms.selections import get_selection
 from arguments.moe import MoEArgs
 from moe_trainer.backends import BackendPolicy
@@ -60,11 +60,11 @@ def build_dispatcher(
     return load_module(dispatcher).make_dispatcher(settings)
 
 
-def _spell(dispatcher: Dispatcher) -> str:
+def _spell(dispatcher: DispatcherDeclaration) -> str:
     return " ".join(dispatcher.words[-2:])
 
 
-def _find_usable(moe: MoEArgs, ps: ParallelState, backends: BackendPolicy) -> Dispatcher:
+def _find_usable(moe: MoEArgs, ps: ParallelState, backends: BackendPolicy) -> DispatcherDeclaration:
     """Return the dispatcher that the flags select, or what takes its place on these ranks and devices."""
     if ps.tp_ep.size == 1:
         return LOCAL
@@ -155,8 +155,8 @@ def select_fused_topk(moe: MoEArgs, backends: BackendPolicy, kernels: Kernels | 
     limitation, selection = None, get_selection(moe)
     if moe.moe_router_dtype == "fp64":
         limitation = "the kernel computes in fp32, and --moe-router-dtype is fp64"
-    elif not selection.supports(RoutingCapability.FUSED_KERNEL):
-        limitation = f"{selection.reason(RoutingCapability.FUSED_KERNEL)} ({selection.name})"
+    elif not selection.supports(SelectionCapability.FUSED_KERNEL):
+        limitation = f"{selection.reason(SelectionCapability.FUSED_KERNEL)} ({selection.name})"
     elif moe.moe_router_enable_expert_bias and moe.moe_router_score_function == "softmax":
         limitation = "the kernel adds no expert bias to --moe-router-score-function softmax"
     elif moe.moe_router_group_topk and scored not in (None, moe.moe_router_topk // moe.moe_router_group_topk):

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from arguments.mechanisms.placement_kinds.declaration import DeclaredPlacement
+from arguments.mechanisms.placement_kinds.declaration import PlacementDeclaration
 from arguments.mechanisms.placement_kinds.own import OWN
 from arguments.moe import MoEArgs
 from moe_trainer.memory.activations import ActivationPolicy
@@ -74,7 +74,7 @@ class ExpertPlacement:
             if there are no such tokens.
     """
 
-    declaration: ClassVar[DeclaredPlacement] = OWN
+    declaration: ClassVar[PlacementDeclaration] = OWN
     moved_tokens_2P: Tensor | None = None
 
     def set_dispatcher(self, dispatcher: TokenDispatcher, device: torch.device) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from arguments.mechanisms.selection_kinds.declaration import DeclaredSelection
+from arguments.mechanisms.selection_kinds.declaration import SelectionDeclaration
 from arguments.moe import MoEArgs
 from moe_trainer.moe.dispatch.base import CacheFn
 from moe_trainer.moe.selections.scores import Scores, make_scores
@@ -86,7 +86,7 @@ class ExpertSelection:
         has_own_counts: balancing losses always count `counted`, which their kernels cannot do.
     """
 
-    declaration: DeclaredSelection
+    declaration: SelectionDeclaration
     reads_token_ids = False
     has_own_counts = False
 

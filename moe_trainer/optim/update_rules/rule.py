@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from arguments.mechanisms.optimizer_kinds.declaration import DeclaredOptimizer
+from arguments.mechanisms.optimizer_kinds.declaration import OptimizerDeclaration
 from arguments.optimizer import OptimizerArgs
 from moe_trainer.ops.fused_library import FusedLibrary
 from moe_trainer.optim.param_groups import ParamGroup
@@ -41,7 +41,7 @@ class GroupStep:
 class ElementRule(ABC):
     """Updates any segment of parameters, element by element."""
 
-    declaration: ClassVar[DeclaredOptimizer]
+    declaration: ClassVar[OptimizerDeclaration]
 
     def __init__(self, settings: OptimizerArgs):
         self._settings = settings
@@ -58,7 +58,7 @@ class ElementRule(ABC):
 class MatrixRule(ABC):
     """Updates full matrices, or the shards that tensor parallelism leaves a rank."""
 
-    declaration: ClassVar[DeclaredOptimizer]
+    declaration: ClassVar[OptimizerDeclaration]
 
     @abstractmethod
     def update(
