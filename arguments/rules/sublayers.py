@@ -13,14 +13,17 @@ from arguments.settings import Limit, Settings
 
 def limit_sublayers(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     for sublayer in (each for each in SUBLAYERS if each.mention):
-        is_on = _is_asked_for(s, sublayer)
-        for dest, capability in demands(SublayerCapability).items():
-            if sublayer.rejects(capability) and not _is_of_latents(sublayer, capability):
-                yield Limit(
-                    is_on and s.values[dest] != s.default(dest),
-                    f"{sublayer.mention} cannot be combined with {{}}: {sublayer.reason(capability)}.",
-                    (dest,),
-                )
+        rejected = (
+            (dest, capability)
+            for dest, capability in demands(SublayerCapability).items()
+            if sublayer.rejects(capability) and not _is_of_latents(sublayer, capability)
+        )
+        for dest, capability in rejected:
+            yield Limit(
+                _is_asked_for(s, sublayer) and s.values[dest] != s.default(dest),
+                f"{sublayer.mention} cannot be combined with {{}}: {sublayer.reason(capability)}.",
+                (dest,),
+            )
 
 
 def _is_asked_for(s: Settings, sublayer: SublayerDeclaration) -> bool:
