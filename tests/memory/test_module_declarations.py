@@ -9,7 +9,7 @@ from arguments.mechanisms.captured_modules import CAPTURED_MODULES, LAYER, OF_FU
 from arguments.mechanisms.offloaded_modules import OFFLOADED_MODULES, OffloadCapability, offloaded_parts
 from arguments.mechanisms.recomputed_modules import RECOMPUTED_MODULES, RecomputeCapability
 from arguments.parse import resolve_command_line
-from moe_trainer.model.build import TENSORS_OF_EXPERTS
+from moe_trainer.layers.layer_factory import TENSORS_OF_EXPERTS
 from tests.arguments.rule_lines import base_line
 
 KINDS = (
