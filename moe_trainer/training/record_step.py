@@ -203,7 +203,7 @@ class _RecordWriter:
             fields = {
                 f"{step_record.BATCH}{name}": torch.stack([getattr(batch, name) for batch in replayable.batches])
                 for name, value in vars(replayable.batches[0]).items()
-                if value is not None
+                if isinstance(value, Tensor)
             }
         tensors = recorder.tensors({**self.scaling, **fields})
         random_state = to_plain_types(replayable.random_state)

@@ -15,8 +15,9 @@ import pytest
 from moe_trainer.layers import sparse_attention, vocab
 from moe_trainer.model import mtp
 from moe_trainer.moe import balancing, router
-from moe_trainer.optim import finalize, flat_shard, fsdp_shard, grad_buffer
+from moe_trainer.optim import finalize, flat_shard, fsdp_shard
 from moe_trainer.parallel.params import get_param_info, is_unique_replica
+from moe_trainer.training import setup
 from moe_trainer.verification.shrink import ParityCase, shrink
 
 Patch = pytest.MonkeyPatch
@@ -172,7 +173,7 @@ def reduce_experts_over_data_ranks(patch: Patch) -> None:
     """Experts are replicated over the ranks of edp, and reduced over those of dense parameters."""
     _wrap(
         patch,
-        grad_buffer,
+        setup,
         "plan_layouts",
         lambda real, params, ps, *rest: real(
             params, replace(ps, edp=ps.dp_cp, edp_inner=ps.dp_cp_inner, edp_outer=ps.dp_cp_outer), *rest

@@ -48,7 +48,7 @@ def recording_kernels(called: set):
             rms_norm=spy("norm", made.rms_norm),
             apply_rope=spy("rope", made.apply_rope),
             fused_topk=spy("router", made.fused_topk),
-            balancing=type(made.balancing)(*(spy("balancing", step) for step in made.balancing)),
+            balancing=type(made.balancing)(*(spy("balancing", step) for step in vars(made.balancing).values())),
             permutation=spy("permute", made.permutation),
             logit_kernels=type(made.logit_kernels)(*(spy("loss", step) for step in made.logit_kernels)),
             grouped_gemms=type(made.grouped_gemms)(*(spy("GEMMs", gemm) for gemm in made.grouped_gemms)),
