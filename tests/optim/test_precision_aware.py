@@ -11,7 +11,7 @@ from arguments.parallel import ParallelArgs
 from arguments.precision import PrecisionArgs
 from moe_trainer.checkpoint.inspect import differences
 from moe_trainer.checkpoint.manager import AsyncSaver, CheckpointState, LoadOptions, SaveOptions, load, save
-from moe_trainer.optim.state_formats import FORMATS, decode, encode
+from moe_trainer.optim.state_formats import FORMATS, ScaledFormat, decode, encode
 from moe_trainer.parallel.state import ParallelState
 
 BF16 = PrecisionArgs(bf16=True)
@@ -30,7 +30,8 @@ HALF = {
 
 
 def _rounded(x, name, positive=False):
-    return decode(*encode(x, FORMATS[name], positive))
+    fmt = FORMATS[name]
+    return decode(*encode(x, fmt, positive)) if isinstance(fmt, ScaledFormat) else x.to(fmt.dtype).float()
 
 
 def _state(optimizer):

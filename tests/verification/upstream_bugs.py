@@ -153,7 +153,7 @@ def double_unsharded_sums(patch: Patch) -> None:
         for slot in self.slots:
             if self.is_last or self.group_sizes[get_param_info(slot.param).kind] > 1:
                 continue
-            self.view(slot).mul_(2)
+            fsdp_shard.shard_at(self._sums.get(slot.param, slot.param.grad), slot.start).mul_(2)
 
     def init(real, self, params, ps, **options):
         real(self, params, ps, **options)
