@@ -126,11 +126,13 @@ def note_quantized_tp_overlap(s: Settings, _f: DerivedSizes) -> None:
 def check_param_gather_overlap(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if not s.overlap_param_gather:
         return
-    if get_sharding(s).rejects(ShardingCapability.PARAM_GATHER_OVERLAP):
-        yield s.violation(
-            "{overlap_param_gather} needs {use_distributed_optimizer:flag}: otherwise every rank already holds all "
-            "parameters."
-        )
+    sharding = get_sharding(s)
+    if sharding.rejects(ShardingCapability.PARAM_GATHER_OVERLAP):
+        problem = "needs {use_distributed_optimizer:flag}: otherwise every rank already holds all parameters"
+        if sharding.mention:
+            reason = sharding.reason(ShardingCapability.PARAM_GATHER_OVERLAP)
+            problem = f"cannot be combined with {sharding.mention}, {reason}"
+        yield s.violation(f"{{overlap_param_gather}} {problem}.")
     if not s.overlap_grad_reduce:
         yield s.violation("{overlap_param_gather} needs {overlap_grad_reduce:flag}.")
 
