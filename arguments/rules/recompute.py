@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from arguments.layer_pattern import MLP, MOE, hybrid_letters, mixing_sublayers
 from arguments.mechanisms.format_kinds.declaration import FormatCapability
 from arguments.mechanisms.formats import FLAGS, of_width, quantized_format, selected
-from arguments.mechanisms.layer_modules import Part, named, refusing, unaccompanied
+from arguments.mechanisms.layer_modules import Part, named, names_of, refusing, unaccompanied, unknown_names
 from arguments.mechanisms.offloaded_modules import OFFLOADED_MODULES, OffloadCapability
 from arguments.mechanisms.optimizer_kinds.declaration import OptimizerCapability
 from arguments.mechanisms.optimizers import get_optimizer
@@ -143,12 +143,7 @@ def check_selective_recompute(s: Settings, _f: DerivedSizes) -> Iterator[Violati
 def check_known_modules(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     """Check names also if nothing is recomputed or offloaded: a wrong name would matter later."""
     for dest, modules in ((MODULES, RECOMPUTED_MODULES), (OFFLOADED, OFFLOADED_MODULES)):
-        known = [module.key for module in modules]
-        unknown = [module for module in as_list(getattr(s, dest)) if module not in known]
-        if unknown:
-            yield s.violation(
-                "{:flag} {unknown}: needs some of {known}.", dest, unknown=" ".join(unknown), known=", ".join(known)
-            )
+        yield from unknown_names(s, dest, as_list(getattr(s, dest)), modules)
 
 
 def check_recompute_modules(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
@@ -277,7 +272,7 @@ def check_activation_offload(s: Settings, _f: DerivedSizes) -> Iterator[Violatio
     if not as_list(s.offload_modules):
         yield s.violation(
             "{fine_grained_activation_offloading} needs {offload_modules:flag}: some of {known}.",
-            known=", ".join(module.key for module in OFFLOADED_MODULES),
+            known=names_of(OFFLOADED_MODULES),
         )
     if s.transformer_impl != "transformer_engine":
         yield s.violation(
