@@ -174,8 +174,9 @@ class MissingFeature:
 
     def requested(self, value: object) -> object:
         """Return the value of the flag, or of a list those that request the feature."""
-        rejected = self.values
-        return value if rejected is None or not isinstance(value, list) else [each for each in value if each in rejected]
+        if self.values is None or not isinstance(value, list):
+            return value
+        return [each for each in value if each in self.values]
 
     def is_requested(self, value: object, default: object) -> bool:
         """Return whether a value of the flag requests the feature."""

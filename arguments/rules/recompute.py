@@ -19,6 +19,7 @@ from arguments.mechanisms.recomputed_modules import RECOMPUTED_MODULES, Recomput
 from arguments.mechanisms.sublayers import VARIANT, variant_of
 from arguments.mechanisms.support import keys_with
 from arguments.mtp import mtp_letters
+from arguments.needs import name_of
 from arguments.rules.derived_sizes import DerivedSizes, as_list, positive
 from arguments.settings import Limit, Settings, Violation
 
@@ -152,10 +153,11 @@ def check_recompute_modules(s: Settings, _f: DerivedSizes) -> Iterator[Violation
     modules = named(RECOMPUTED_MODULES, as_list(s.recompute_modules))
     for module in modules:
         if module.needs_flag and not getattr(s, module.needs_flag):
-            yield s.violation(f"{module.mention} needs {{:flag}}.", module.needs_flag)
+            needed = name_of(s, module.needs_flag, [""])
+            yield s.violation(f"{module.mention} needs {needed}.", module.needs_flag)
         if module.of_sublayers and variant_of(s) not in module.of_sublayers:
-            names = " or ".join(str(each.variant) for each in module.of_sublayers)
-            yield s.violation(f"{module.mention} needs {{{VARIANT}:flag}} {names}.")
+            needed = name_of(s, VARIANT, [str(each.variant) for each in module.of_sublayers])
+            yield s.violation(f"{module.mention} needs {needed}.", VARIANT)
         if s.moe_shared_expert_overlap and module.rejects(RecomputeCapability.SHARED_EXPERT_OVERLAP):
             yield s.violation(f"{module.mention} cannot be combined with {{moe_shared_expert_overlap}}.")
     scaled = refusing(modules, RecomputeCapability.NARROW_INPUTS)
