@@ -7,6 +7,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from types import MappingProxyType
 
 from arguments import flag_status
 from arguments.container import OPTIONS, SECTIONS
@@ -26,7 +27,9 @@ EXAMPLES = """pretrain_moe.py: no flags were given. For example:
 --help lists every flag, --help moe (or --help --moe-router-topk) some of them.
 """
 
-_MODULES = {each[0].dest: names_of(each) for each in (RECOMPUTED_MODULES, OFFLOADED_MODULES, CAPTURED_MODULES)}
+_MODULES = MappingProxyType(
+    {each[0].dest: names_of(each) for each in (RECOMPUTED_MODULES, OFFLOADED_MODULES, CAPTURED_MODULES)}
+)
 """Destination of a flag that takes names of modules -> what its text lists for {modules}."""
 
 ALIASES: tuple[tuple[str, tuple[str, ...]], ...] = (
