@@ -24,7 +24,9 @@ def _is_feature_requested(s: Settings, dest: str) -> bool:
 def _check_not_implemented(s: Settings) -> Iterator[Violation]:
     for dest, feature in NOT_IMPLEMENTED.items():
         if _is_feature_requested(s, dest) and s.source[dest] != "default":
-            yield s.violation("{:shown}: {what} is not implemented yet", dest, kind="later", what=feature.what)
+            asked = s.with_value(dest, feature.requested(s.values[dest]))
+            message = "{asked}: {what} is not implemented yet"
+            yield s.violation(message, dest, kind="later", asked=asked, what=feature.what)
 
 
 def _check_unsupported(s: Settings) -> Iterator[Violation]:

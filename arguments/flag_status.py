@@ -172,6 +172,12 @@ class MissingFeature:
     values: tuple[str, ...] | None = None
     harmless: tuple[object, ...] = ()
 
+    def requested(self, value: object) -> object:
+        """Return the value of the flag, or of a list those that request the feature."""
+        if self.values is None or not isinstance(value, list):
+            return value
+        return [each for each in value if each in self.values]
+
     def is_requested(self, value: object, default: object) -> bool:
         """Return whether a value of the flag requests the feature."""
         if self.values is not None:
@@ -193,8 +199,8 @@ NOT_IMPLEMENTED = MappingProxyType(
         VARIANT: MissingFeature("gated DeltaNet 2", UNBUILT_VARIANTS),
         "dsa_indexer_topk_freq": _SHARED_SELECTION,
         "dsa_indexer_skip_topk_offset": _SHARED_SELECTION,
-        "recompute_modules": MissingFeature("the layers that have these modules", unbuilt(RECOMPUTED_MODULES)),
-        "offload_modules": MissingFeature("the layers that have this module", unbuilt(OFFLOADED_MODULES)),
+        "recompute_modules": MissingFeature("a layer with such a module", unbuilt(RECOMPUTED_MODULES)),
+        "offload_modules": MissingFeature("a layer with such a module", unbuilt(OFFLOADED_MODULES)),
         "mtp_hsm": MissingFeature("hidden-state matching"),
         "position_embedding_type": MissingFeature("this kind of position embedding", ("mrope", "relative")),
     }

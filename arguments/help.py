@@ -7,10 +7,15 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from types import MappingProxyType
 
 from arguments import flag_status
 from arguments.container import OPTIONS, SECTIONS
+from arguments.mechanisms.captured_modules import CAPTURED_MODULES
+from arguments.mechanisms.layer_modules import names_of
+from arguments.mechanisms.offloaded_modules import OFFLOADED_MODULES
 from arguments.mechanisms.placements import PLACEMENTS
+from arguments.mechanisms.recomputed_modules import RECOMPUTED_MODULES
 from arguments.mechanisms.sublayers import list_letters
 from arguments.program import as_typed, program_name
 from arguments.schema import Option, layer_pattern
@@ -21,6 +26,11 @@ EXAMPLES = """pretrain_moe.py: no flags were given. For example:
   python pretrain_moe.py --use-checkpoint-args --load CHECKPOINTS --skip-train               evaluate a checkpoint
 --help lists every flag, --help moe (or --help --moe-router-topk) some of them.
 """
+
+_MODULES = MappingProxyType(
+    {each[0].dest: names_of(each) for each in (RECOMPUTED_MODULES, OFFLOADED_MODULES, CAPTURED_MODULES)}
+)
+"""Destination of a flag that takes names of modules -> what its text lists for {modules}."""
 
 ALIASES: tuple[tuple[str, tuple[str, ...]], ...] = (
     *tuple((each.alias, (each.dest,)) for each in PLACEMENTS if each.alias and each.dest),
@@ -63,6 +73,7 @@ def _docs_of(cls: type) -> dict[str, tuple[str, str]]:
             text = ""
             if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
                 text = str(after.value.value).replace("{letters}", list_letters())
+                text = text.replace("{modules}", _MODULES.get(node.target.id, ""))
             heading = next(name for number, name in reversed(headings) if number < node.lineno)
             docs[node.target.id] = (heading, " ".join(text.split()))
     return docs

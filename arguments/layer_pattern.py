@@ -132,6 +132,12 @@ def letter_flags(pattern: str, position_embedding_type: object) -> dict[str, obj
     return flags
 
 
+def letters_that_select(dest: str, values: Sequence[object]) -> str:
+    """Return the letters of a hybrid pattern that stand for a flag with one of some values; "" if none does."""
+    found = (each.lettered for each in BY_LETTER.values() if letter_flags(each.letter, None).get(dest) in values)
+    return " or ".join(found)
+
+
 def mixing_sublayers(flags: Any) -> frozenset[SublayerDeclaration]:
     """Return the kinds of sublayers that mix positions in a model, also in its depths of multi-token prediction.
 

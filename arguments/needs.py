@@ -10,6 +10,7 @@ from types import MappingProxyType
 
 from arguments.container import OPTIONS
 from arguments.flag_status import NOT_IMPLEMENTED
+from arguments.layer_pattern import letters_that_select
 from arguments.settings import Settings
 
 CUDA, RANKS, DATA_RANKS, ATTENTION = "cuda", "ranks", "data_ranks", "attention"
@@ -90,20 +91,22 @@ def _describe(s: Settings, need: list[str]) -> str:
         dest, _, value = alternative.removeprefix("!").partition("=")
         (in_the_way if alternative.startswith("!") else wanted).setdefault(dest, []).append(value)
     present = [
-        _name(s, dest, values) for dest, values in in_the_way.items() if dest not in wanted and dest not in FACTS
+        name_of(s, dest, values) for dest, values in in_the_way.items() if dest not in wanted and dest not in FACTS
     ]
     parts = [f"with {' or '.join(present)}"] if present else []
     if wanted:
-        parts.append(f"without {' or '.join(_name(s, dest, values) for dest, values in wanted.items())}")
+        parts.append(f"without {' or '.join(name_of(s, dest, values) for dest, values in wanted.items())}")
     return " ".join(parts)
 
 
-def _name(s: Settings, dest: str, values: list[str]) -> str:
+def name_of(s: Settings, dest: str, values: list[str]) -> str:
     """Return a condition in words; `values` has "" for a flag that must be set."""
     if dest in FACTS:
         return FACTS[dest]
     if dest in NOT_IMPLEMENTED and values == [""]:
         values = list(NOT_IMPLEMENTED[dest].values or values)[:1]
+    if s.hybrid_layer_pattern and (letters := letters_that_select(dest, [True] if values == [""] else values)):
+        return f"{letters} in {s.flag('hybrid_layer_pattern')}"  # which excludes the flag itself
     if values != [""]:
         return f"{s.flag(dest)} {' or '.join(values)}"
     default = s.default(dest)

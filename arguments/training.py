@@ -187,7 +187,7 @@ class TrainingArgs:
     recompute_num_layers: int | None = flag(None, needs="recompute_granularity", bounds=">=0", role="method")
     """Number of layers of a recomputed group (uniform), or of recomputed layers (block)."""
     recompute_modules: list[str] | None = flag(None, needs="recompute_granularity=selective", role="method")
-    """Modules of a layer to recompute with --recompute-granularity selective."""
+    """Modules of a layer to recompute with --recompute-granularity selective: {modules}."""
     mlp_chunks_for_training: int = flag(1, bounds=">0", role="method")
     """Number of chunks of the sequence in which feed-forward layers and experts run, so that their intermediate tensors
     are those of one chunk; in backward, if they are recomputed."""
@@ -206,7 +206,7 @@ class TrainingArgs:
     fine_grained_activation_offloading: bool = flag(False, role="method", demands=SublayerCapability.OFFLOAD)
     """Offload the saved tensors of the modules in --offload-modules to the host."""
     offload_modules: list[str] = flag([], needs="fine_grained_activation_offloading", role="method")
-    """Modules of a layer to offload with --fine-grained-activation-offloading."""
+    """Modules of a layer to offload with --fine-grained-activation-offloading: {modules}."""
     min_offloaded_tensor_size: int = flag(
         1048576, needs="fine_grained_activation_offloading", bounds=">=0", role="method"
     )
@@ -232,7 +232,7 @@ class TrainingArgs:
     )
     """Capture modules or layers as CUDA graphs, or the full iteration as one."""
     cuda_graph_modules: list[str] = flag([], needs="cuda_graph_impl", role="runtime")
-    """Modules of a layer to capture. Unset: full layers."""
+    """Modules of a layer to capture: {modules}. Unset: full layers."""
     cuda_graph_warmup_steps: int = flag(3, needs="cuda_graph_impl", bounds=">=0", role="runtime")
     """Number of iterations that run before capture."""
     enable_cuda_graph: bool = False

@@ -17,15 +17,15 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from arguments.mechanisms.format_kinds.declaration import FormatCapability
-from arguments.mechanisms.formats import FLAGS, QUANTIZED
-
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from arguments.container import OPTIONS
 from arguments.mechanisms.captured_modules import CAPTURED_MODULES, GraphCapability
 from arguments.mechanisms.dispatchers import SELECTABLE, DispatcherCapability
+from arguments.mechanisms.format_kinds.declaration import FormatCapability
+from arguments.mechanisms.formats import FLAGS, QUANTIZED
+from arguments.mechanisms.layer_modules import LayerModule, unbuilt
 from arguments.mechanisms.offloaded_modules import OFFLOADED_MODULES, OffloadCapability
 from arguments.mechanisms.optimizer_kinds.declaration import OptimizerCapability
 from arguments.mechanisms.optimizers import OPTIMIZERS
@@ -264,21 +264,38 @@ def capability_tables() -> str:
 
 
 def capability_table(kind: Kind) -> str:
+    """Return the table of a kind: a column for each mechanism, a row for each capability, the reasons below."""
     reasons: dict[str, int] = {}
+    modules = [each for each in kind.mechanisms if isinstance(each, LayerModule)]
+    built = [each for each in kind.mechanisms if not isinstance(each, LayerModule) or each.is_built]
 
     def cell(mechanism: Mechanism, capability: Enum) -> str:
         support = support_among(kind.mechanisms, mechanism, capability)
         if support is True:
             return "yes"
         number = reasons.setdefault(support.reason, len(reasons) + 1)
-        return f"{'rejected' if isinstance(support, Rejected) else 'no effect'} ({number})"
+        return f"{'**rejected**' if isinstance(support, Rejected) else 'no effect'} ({number})"
 
-    columns = ("", *(each.name for each in kind.mechanisms))
-    mentions = (with_flags(each.mention).replace(" and ", "` and `") for each in kind.mechanisms)
-    selecting = ("selected by", *(f"`{mention}`" if mention else "no flag" for mention in mentions))
-    rows = [(each.value, *(cell(mechanism, each) for mechanism in kind.mechanisms)) for each in kind.capabilities]
-    lines = markdown_table(columns, [selecting, *rows])
-    return "\n".join([*lines, "", *(f"{number}. {reason}" for reason, number in reasons.items())])
+    columns = ("", *(each.name for each in built))
+    rows = [(each.value, *(cell(mechanism, each) for mechanism in built)) for each in kind.capabilities]
+    about = []
+    if modules:  # the columns are values of one flag
+        about = [f"Values of `{OPTIONS[modules[0].dest].spellings[0]}`."]
+        if missing := unbuilt(modules):
+            about[0] += f" Not implemented, so rejected: {', '.join(f'`{name}`' for name in missing)}."
+        about.append("")
+    else:
+        rows.insert(0, ("selected by", *map(selected_by, built)))
+    lines = markdown_table(columns, rows)
+    notes = [f"{number}. {reason}" for reason, number in reasons.items()]
+    return "\n".join([*about, '<div class="capabilities" markdown>', "", *lines, "", "</div>", "", *notes])
+
+
+def selected_by(mechanism: Mechanism) -> str:
+    """Return the flags that select a mechanism, and its letter of --hybrid-layer-pattern."""
+    letter, mention = getattr(mechanism, "letter", ""), with_flags(mechanism.mention).replace(" and ", "` and `")
+    flags = "" if mention.startswith("--hybrid-layer-pattern") else f"`{mention}`" if mention else "no flag"
+    return ", ".join(filter(None, (flags, f"letter `{letter}`" if letter else "")))
 
 
 def with_flags(template: str) -> str:

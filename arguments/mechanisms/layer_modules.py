@@ -62,6 +62,31 @@ def unbuilt(modules: Iterable[LayerModule[Any]]) -> tuple[str, ...]:
     return tuple(each.key for each in modules if not each.is_built)
 
 
+def names_of(modules: Iterable[LayerModule[Any]]) -> str:
+    """Return the names of modules that layers have here, for messages and help."""
+    return ", ".join(each.key for each in modules if each.is_built)
+
+
+def unknown_names(
+    s: Settings, dest: str, names: Iterable[str], modules: Sequence[LayerModule[Any]], others: Sequence[str] = ()
+) -> Iterator[Violation]:
+    """Report values of a flag that are no names of modules; `others` are values that it takes too."""
+    known = (*(each.key for each in modules), *others)
+    unknown = [name for name in names if name not in known]
+    if not unknown:
+        return
+    from difflib import get_close_matches  # imported only for an error message
+
+    close = [match for name in unknown for match in get_close_matches(name, known, n=1)]
+    yield s.violation(
+        "{:flag} {unknown}: the values must be among {known}{hint}.",
+        dest,
+        unknown=" ".join(unknown),
+        known=", ".join((names_of(modules), *others)),
+        hint=f" (did you mean {' '.join(close)}?)" if len(close) == len(unknown) else "",
+    )
+
+
 def named(modules: Sequence[L], names: Iterable[str]) -> tuple[L, ...]:
     """Return the modules that are named, in the order of their declarations; unknown names are left out."""
     wanted = set(names)

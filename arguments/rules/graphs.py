@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from arguments.layer_pattern import mixing_sublayers
 from arguments.mechanisms.captured_modules import CAPTURED_MODULES
-from arguments.mechanisms.layer_modules import named, unaccompanied
+from arguments.mechanisms.layer_modules import named, unaccompanied, unknown_names
 from arguments.mechanisms.sublayers import MAMBA
 from arguments.rules.derived_sizes import DerivedSizes, as_list
 from arguments.rules.graph_limits import has_fixed_receive_buffer
@@ -12,7 +12,6 @@ from arguments.rules.recompute import absent_parts
 from arguments.settings import Settings, Violation
 
 IMPL, MODULES, OLD_SCOPE = "cuda_graph_impl", "cuda_graph_modules", "cuda_graph_scope_deprecated"
-CAPTURABLE = tuple(module.key for module in CAPTURED_MODULES)
 OLD_WHOLE = ("full", "full_iteration", "full_iteration_inference")
 
 
@@ -81,12 +80,8 @@ def check_old_and_new_flags(s: Settings, _f: DerivedSizes) -> Iterator[Violation
 
 
 def check_known_modules(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
-    for dest, known in ((MODULES, CAPTURABLE), (OLD_SCOPE, (*CAPTURABLE, *OLD_WHOLE))):
-        unknown = [name for name in _names(getattr(s, dest)) if name not in known]
-        if unknown:
-            yield s.violation(
-                "{:flag} {unknown}: needs some of {known}.", dest, unknown=" ".join(unknown), known=", ".join(known)
-            )
+    yield from unknown_names(s, MODULES, _names(s.cuda_graph_modules), CAPTURED_MODULES)
+    yield from unknown_names(s, OLD_SCOPE, _names(s.cuda_graph_scope_deprecated), CAPTURED_MODULES, OLD_WHOLE)
 
 
 def check_expert_modules(s: Settings, f: DerivedSizes) -> Iterator[Violation]:

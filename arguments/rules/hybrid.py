@@ -139,8 +139,11 @@ def check_hybrid_pattern(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
         )
     if MOE in letters and not s.num_experts:
         yield s.violation(f"{{hybrid_layer_pattern}} has layers of experts ({MOE}): it needs {{num_experts:flag}}.")
-    if s.num_experts and MOE not in letters:
-        yield s.violation(f"{{hybrid_layer_pattern}} has no layer of experts ({MOE}), but {{num_experts}} is given.")
+    if s.num_experts and MOE not in letters and not unknown:
+        yield s.violation(
+            f"{{hybrid_layer_pattern}} has no layer of experts ({MOE}), but {{num_experts}} is given: add {MOE}, or "
+            "leave {num_experts:flag} out."
+        )
     if MAMBA in letters:
         yield from _head_problems(s, f)
         low, high = s.mamba_step_size_min, s.mamba_step_size_max

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from arguments.layer_pattern import MLP, MOE, hybrid_letters, mixing_sublayers
 from arguments.mechanisms.format_kinds.declaration import FormatCapability
 from arguments.mechanisms.formats import FLAGS, of_width, quantized_format, selected
-from arguments.mechanisms.layer_modules import Part, named, refusing, unaccompanied
+from arguments.mechanisms.layer_modules import Part, named, names_of, refusing, unaccompanied, unknown_names
 from arguments.mechanisms.offloaded_modules import OFFLOADED_MODULES, OffloadCapability
 from arguments.mechanisms.optimizer_kinds.declaration import OptimizerCapability
 from arguments.mechanisms.optimizers import get_optimizer
@@ -19,6 +19,7 @@ from arguments.mechanisms.recomputed_modules import RECOMPUTED_MODULES, Recomput
 from arguments.mechanisms.sublayers import VARIANT, variant_of
 from arguments.mechanisms.support import keys_with
 from arguments.mtp import mtp_letters
+from arguments.needs import name_of
 from arguments.rules.derived_sizes import DerivedSizes, as_list, positive
 from arguments.settings import Limit, Settings, Violation
 
@@ -143,12 +144,7 @@ def check_selective_recompute(s: Settings, _f: DerivedSizes) -> Iterator[Violati
 def check_known_modules(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     """Check names also if nothing is recomputed or offloaded: a wrong name would matter later."""
     for dest, modules in ((MODULES, RECOMPUTED_MODULES), (OFFLOADED, OFFLOADED_MODULES)):
-        known = [module.key for module in modules]
-        unknown = [module for module in as_list(getattr(s, dest)) if module not in known]
-        if unknown:
-            yield s.violation(
-                "{:flag} {unknown}: needs some of {known}.", dest, unknown=" ".join(unknown), known=", ".join(known)
-            )
+        yield from unknown_names(s, dest, as_list(getattr(s, dest)), modules)
 
 
 def check_recompute_modules(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
@@ -157,10 +153,11 @@ def check_recompute_modules(s: Settings, _f: DerivedSizes) -> Iterator[Violation
     modules = named(RECOMPUTED_MODULES, as_list(s.recompute_modules))
     for module in modules:
         if module.needs_flag and not getattr(s, module.needs_flag):
-            yield s.violation(f"{module.mention} needs {{:flag}}.", module.needs_flag)
+            needed = name_of(s, module.needs_flag, [""])
+            yield s.violation(f"{module.mention} needs {needed}.", module.needs_flag)
         if module.of_sublayers and variant_of(s) not in module.of_sublayers:
-            names = " or ".join(str(each.variant) for each in module.of_sublayers)
-            yield s.violation(f"{module.mention} needs {{{VARIANT}:flag}} {names}.")
+            needed = name_of(s, VARIANT, [str(each.variant) for each in module.of_sublayers])
+            yield s.violation(f"{module.mention} needs {needed}.", VARIANT)
         if s.moe_shared_expert_overlap and module.rejects(RecomputeCapability.SHARED_EXPERT_OVERLAP):
             yield s.violation(f"{module.mention} cannot be combined with {{moe_shared_expert_overlap}}.")
     scaled = refusing(modules, RecomputeCapability.NARROW_INPUTS)
@@ -277,7 +274,7 @@ def check_activation_offload(s: Settings, _f: DerivedSizes) -> Iterator[Violatio
     if not as_list(s.offload_modules):
         yield s.violation(
             "{fine_grained_activation_offloading} needs {offload_modules:flag}: some of {known}.",
-            known=", ".join(module.key for module in OFFLOADED_MODULES),
+            known=names_of(OFFLOADED_MODULES),
         )
     if s.transformer_impl != "transformer_engine":
         yield s.violation(

@@ -92,7 +92,7 @@ REFUSED = {
         "--recompute-modules mla_up_proj",
         "--enable-hyper-connections cannot be combined with --mtp-num-layers",
         "captured parts have one stream",
-        "--recompute-modules mla_up_proj mhc: the layers that have these modules",
+        "--recompute-modules mhc: a layer with such a module",
     ),
 }
 """Those that are refused -> the reason, or several."""

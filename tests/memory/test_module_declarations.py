@@ -5,6 +5,7 @@ from structure.declared import leave_out
 
 from arguments.container import OPTIONS
 from arguments.flag_status import NOT_IMPLEMENTED
+from arguments.help import help_lines
 from arguments.mechanisms.captured_modules import CAPTURED_MODULES, LAYER, OF_FULL_LAYERS, GraphCapability
 from arguments.mechanisms.offloaded_modules import OFFLOADED_MODULES, OffloadCapability, offloaded_parts
 from arguments.mechanisms.recomputed_modules import RECOMPUTED_MODULES, RecomputeCapability
@@ -42,8 +43,12 @@ def violations(*words):
 @pytest.mark.parametrize(("modules", "on"), KINDS, ids=("recompute", "offload", "graphs"))
 def test_declared_names_are_those_that_the_flag_takes(modules, on):
     flag = OPTIONS[modules[0].dest].spellings[0]
+    known = [each.key for each in modules if each.is_built]
     (message,) = (each.message for each in violations(*on, flag, "no_module") if "no_module" in each.message)
-    assert message.endswith(f"needs some of {', '.join(each.key for each in modules)}.")
+    assert message.endswith(f"{flag} no_module: the values must be among {', '.join(known)}.")
+    (message,) = (each.message for each in violations(*on, flag, f"{known[-1]}x") if "must be among" in each.message)
+    assert message.endswith(f"(did you mean {known[-1]}?).")
+    assert f": {', '.join(known)}." in " ".join(" ".join(help_lines(options=frozenset({modules[0].dest}))).split())
     missing = NOT_IMPLEMENTED.get(modules[0].dest)
     assert (missing.values if missing else ()) == tuple(each.key for each in modules if not each.is_built)
 
