@@ -22,7 +22,7 @@ from moe_trainer.declared_module import load_module
 from moe_trainer.moe import selections
 from moe_trainer.moe.selections.selection import ExpertSelection
 
-IMPORTS = """import SelectionDeclaration, ExpertSplit, SelectionCapability, balancing_kinds
+IMPORTS = """import ExpertSplit, SelectionCapability, SelectionDeclaration, balancing_kinds
 from arguments.mechanisms.support import Rejected
 """
 DECLARATION = """
@@ -152,7 +152,7 @@ def test_new_selection_needs_a_declaration_and_a_module(tmp_path):
         tmp_path,
         {
             "arguments/mechanisms/selections.py": lambda text: text.replace(
-                "import SelectionDeclaration, ExpertSplit, SelectionCapability\n", IMPORTS, 1
+                "import ExpertSplit, SelectionCapability, SelectionDeclaration\n", IMPORTS, 1
             ).replace("SELECTIONS: tuple[SelectionDeclaration, ...] = (\n", DECLARATION.lstrip(), 1),
             "moe_trainer/moe/selections/toy.py": lambda _text: MODULE,
         },

@@ -61,6 +61,6 @@ def test_flags_that_change_the_function_are_drawn(monkeypatch):
         dest
         for dest, option in OPTIONS.items()
         if option.section in ("model", "moe") and "always" in option.restore and option.role == "model"
-        if get_flag_status(dest)[0] == "acts" and set(option.needs) <= {"num_experts"}
+        if get_flag_status(dest)[0] == "acts" and set(option.needs) <= {"num_experts", "attention"}
     }
     assert wanted >= NOT_DRAWN and wanted - drawn - NOT_DRAWN == set()
