@@ -67,7 +67,7 @@ CAPTURED_MODULES: tuple[CapturedModule, ...] = (
                 ),
             }
         ),
-        part="mixer",
+        part="token mixer",
         draws=("attention_dropout", "hidden_dropout"),
     ),
     CapturedModule(key="mlp", capabilities=_FEED_FORWARD, part="dense feed-forward", draws=("hidden_dropout",)),

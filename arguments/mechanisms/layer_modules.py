@@ -12,8 +12,8 @@ from arguments.mechanisms.support import C, Mechanism, NoEffect, Support
 from arguments.settings import Settings, Violation
 
 UNBUILT = NoEffect("layers that have it are not built: its name is rejected")
-Part = Literal["attention", "mixer", "feed-forward", "dense feed-forward", "experts", "shared experts"]
-"""Of a layer; a mixer is attention, a recurrence or a convolution."""
+Part = Literal["attention", "token mixer", "feed-forward", "dense feed-forward", "experts", "shared experts"]
+"""Of a layer; a token mixer is attention, a recurrence or a convolution."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,18 +48,18 @@ _OF_EXPERTS: MappingProxyType[OffloadCapability, Support] = MappingProxyType(
 )
 
 OFFLOADED_MODULES: tuple[OffloadedModule, ...] = (
-    OffloadedModule(key="core_attn", capabilities=_ALL, part="mixer"),
+    OffloadedModule(key="core_attn", capabilities=_ALL, part="token mixer"),
     OffloadedModule(
-        key="attn_proj", capabilities=_ALL, part="mixer", after=("core_attn", "its input is what core_attn saves")
+        key="attn_proj", capabilities=_ALL, part="token mixer", after=("core_attn", "its input is what core_attn saves")
     ),
     OffloadedModule(key="expert_fc1", capabilities=_OF_EXPERTS, part="experts", saves_received=True),
     OffloadedModule(
         key="fused_group_mlp", capabilities=_OF_EXPERTS, part="experts", stands_for=("expert_fc1", "moe_act")
     ),
     OffloadedModule(key="moe_act", capabilities=_OF_EXPERTS, part="experts", saves_received=True),
-    OffloadedModule(key="attn_norm", capabilities=_ALL, part="mixer"),
+    OffloadedModule(key="attn_norm", capabilities=_ALL, part="token mixer"),
     OffloadedModule(key="mlp_norm", capabilities=_ALL, part="feed-forward"),
-    OffloadedModule(key="qkv_linear", capabilities=_ALL, part="mixer"),
+    OffloadedModule(key="qkv_linear", capabilities=_ALL, part="token mixer"),
     OffloadedModule(
         key="gdp_qkv",
         is_built=False,

@@ -90,7 +90,7 @@ def absent_parts(s: Settings, sizes: DerivedSizes) -> dict[Part, str]:
     if not has_experts and not has_dense:
         absent["feed-forward"] = "feed-forward"
     if not mixers:
-        absent["mixer"] = "attention"
+        absent["token mixer"] = "attention"
     if not any(each.is_attention for each in mixers):
         absent["attention"] = "attention"
     return absent
