@@ -9,7 +9,7 @@ Source: csrc/amp_C_frontend.cpp and csrc/megatron/fused_weight_gradient_dense.cp
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,23 +19,6 @@ _DTYPES = (torch.float32, *_HALF_DTYPES)
 _MAX_NUMEL = 2**31 - 1  # the kernels count in int32
 _DECOUPLED_DECAY = 1  # mode of the Adam kernel
 _BIAS_CORRECTION = 1
-
-
-class AdamStep(NamedTuple):
-    """A step of AdamW, with epsilon outside the root.
-
-    Attributes:
-        betas: decay of the average of gradients, and of their squares.
-        count: number of the step, from 1, for bias correction.
-        factor: multiplies every gradient.
-    """
-
-    lr: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-    count: int
-    factor: float
 
 
 @dataclass(frozen=True)
@@ -71,22 +54,28 @@ class FusedLibrary:
         grads: Sequence[Tensor],
         averages: Sequence[Tensor],
         square_averages: Sequence[Tensor],
-        step: AdamStep,
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        step_count: int,
+        factor: float,
     ) -> None:
-        """Update fp32 parameters and moments; multiply the fp32 gradients by the factor, in place."""
+        """Update fp32 parameters and moments by AdamW; multiply the fp32 gradients by `factor`, in place."""
         device = params[0].device
         self.apply(
             self.kernels.multi_tensor_adam_capturable,
             _overflow_flag(device),
             [list(grads), list(params), list(averages), list(square_averages)],
-            torch.full((1,), step.lr, device=device),
-            *step.betas,
-            step.eps,
-            torch.full((1,), step.count, dtype=torch.int32, device=device),
+            torch.full((1,), lr, device=device),
+            *betas,
+            eps,
+            torch.full((1,), step_count, dtype=torch.int32, device=device),
             _DECOUPLED_DECAY,
             _BIAS_CORRECTION,
-            step.weight_decay,
-            torch.full((1,), step.factor, device=device),
+            weight_decay,
+            torch.full((1,), factor, device=device),
         )
 
     def scale(self, tensors: Sequence[Tensor], factor: float) -> list[Tensor]:

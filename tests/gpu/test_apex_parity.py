@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from moe_trainer.ops.fused_library import AdamStep
 from moe_trainer.optim import apex
 from moe_trainer.optim.clip import square_sum
 from moe_trainer.optim.update_rules.adam import torch_adam
@@ -23,9 +22,9 @@ def test_adam():
     lists = [[draw(size) for size in SIZES] for _ in range(3)]
     lists.append([draw(size).square() for size in SIZES])
     expected = [[x.clone() for x in each] for each in lists]
-    step = AdamStep(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, count=7, factor=0.3)
-    apex.load().adam(*lists, step)
-    torch_adam(*expected, step)
+    settings = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "step_count": 7, "factor": 0.3}
+    apex.load().adam(*lists, **settings)
+    torch_adam(*expected, **settings)
     for ours, theirs in zip(expected, lists, strict=True):
         torch.testing.assert_close(theirs, ours, rtol=1e-5, atol=1e-6)
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from arguments.mechanisms.optimizer_kinds.adam import ADAM
 from arguments.optimizer import OptimizerArgs
-from moe_trainer.ops.fused_library import AdamStep
 from moe_trainer.optim.param_groups import ParamGroup, adam_eps
 from moe_trainer.optim.update_rules.rule import ElementRule, GroupStep, Tensors, scale_grads
 
@@ -22,13 +21,17 @@ class Adam(ElementRule):
     declaration = ADAM
 
     def update(self, params: Tensors, grads: Tensors, moments: dict[str, Tensors], step: GroupStep) -> None:
-        betas = self._settings.adam_beta1, self._settings.adam_beta2
         (torch_adam if step.library is None else step.library.adam)(
             params,
             scale_grads(grads, 1.0, step.library),
             moments["exp_avg"],
             moments["exp_avg_sq"],
-            AdamStep(step.lr, betas, adam_eps(self._settings, step.group), step.weight_decay, step.count, step.factor),
+            lr=step.lr,
+            betas=(self._settings.adam_beta1, self._settings.adam_beta2),
+            eps=adam_eps(self._settings, step.group),
+            weight_decay=step.weight_decay,
+            step_count=step.count,
+            factor=step.factor,
         )
 
     def describe(self, group: ParamGroup) -> dict[str, Any]:
@@ -37,13 +40,23 @@ class Adam(ElementRule):
         return {"betas": betas, "eps": adam_eps(settings, group), "bias_correction": True}
 
 
-def torch_adam(params: Tensors, grads: Tensors, averages: Tensors, square_averages: Tensors, step: AdamStep) -> None:
+def torch_adam(
+    params: Tensors,
+    grads: Tensors,
+    averages: Tensors,
+    square_averages: Tensors,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    step_count: int,
+    factor: float,
+) -> None:
     """Update as FusedLibrary.adam does, by torch's kernel."""
     # the fused kernel reads one step counter per tensor; it does not advance them
-    steps = [torch.full((), float(step.count), device=params[0].device)] * len(params)
-    divisor: Tensor | None = None
-    if step.factor != 1.0:
-        divisor = torch.full((), 1.0 / step.factor, device=params[0].device)
+    steps = [torch.full((), float(step_count), device=params[0].device)] * len(params)
+    divisor: Tensor | None = None if factor == 1.0 else torch.full((), 1.0 / factor, device=params[0].device)
     torch._fused_adamw_(
         params,
         grads,
@@ -51,11 +64,11 @@ def torch_adam(params: Tensors, grads: Tensors, averages: Tensors, square_averag
         square_averages,
         [],
         steps,
-        lr=step.lr,
-        beta1=step.betas[0],
-        beta2=step.betas[1],
-        weight_decay=step.weight_decay,
-        eps=step.eps,
+        lr=lr,
+        beta1=betas[0],
+        beta2=betas[1],
+        weight_decay=weight_decay,
+        eps=eps,
         amsgrad=False,
         maximize=False,
         grad_scale=divisor,
