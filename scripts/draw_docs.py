@@ -29,6 +29,8 @@ from arguments.mechanisms.layer_modules import LayerModule, unbuilt
 from arguments.mechanisms.offloaded_modules import OFFLOADED_MODULES, OffloadCapability
 from arguments.mechanisms.optimizer_kinds.declaration import OptimizerCapability
 from arguments.mechanisms.optimizers import OPTIMIZERS
+from arguments.mechanisms.placement_kinds.declaration import PlacementCapability
+from arguments.mechanisms.placements import PLACEMENTS
 from arguments.mechanisms.recomputed_modules import RECOMPUTED_MODULES, RecomputeCapability
 from arguments.mechanisms.selection_kinds.declaration import SelectionCapability
 from arguments.mechanisms.selections import SELECTIONS
@@ -248,6 +250,7 @@ class Kind(NamedTuple):
 KINDS = (
     Kind("Token dispatchers", SELECTABLE, DispatcherCapability),
     Kind("Selections of experts", SELECTIONS, SelectionCapability),
+    Kind("Placements of experts", PLACEMENTS, PlacementCapability),
     Kind("Sublayers", SUBLAYERS, SublayerCapability),
     Kind("Optimizers", OPTIMIZERS, OptimizerCapability),
     Kind("Formats of quantized GEMMs", QUANTIZED, FormatCapability),

@@ -26,6 +26,7 @@ class CapturedModule(LayerModule[GraphCapability]):
 
     Attributes:
         is_whole: it is in a graph of a full layer by this name. Otherwise it extends the one that it comes after.
+        inside: the module that contains it; "" if none does.
         of_sublayers: kinds of sublayers of which one must be in the pattern, if it is named; () if none must.
         layers: name of layers of these kinds in messages.
         draws: destinations of the flags of random numbers that are drawn inside.
@@ -35,6 +36,7 @@ class CapturedModule(LayerModule[GraphCapability]):
     dest = "cuda_graph_modules"
     declares = GraphCapability
     is_whole: bool = True
+    inside: str = ""
     of_sublayers: tuple[SublayerDeclaration, ...] = ()
     layers: str = ""
     draws: tuple[str, ...] = ()
@@ -65,7 +67,7 @@ CAPTURED_MODULES: tuple[CapturedModule, ...] = (
                 ),
             }
         ),
-        part="mixer",
+        part="token mixer",
         draws=("attention_dropout", "hidden_dropout"),
     ),
     CapturedModule(key="mlp", capabilities=_FEED_FORWARD, part="dense feed-forward", draws=("hidden_dropout",)),

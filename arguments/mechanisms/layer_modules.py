@@ -6,15 +6,14 @@ takes. A declaration states for every capability of its kind that it acts, or wh
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, ClassVar, Literal, TypeVar
 
-from arguments.mechanisms.support import C, Mechanism, NoEffect, Rejected, Support
+from arguments.mechanisms.support import C, Mechanism, NoEffect, Support
 from arguments.settings import Settings, Violation
 
 UNBUILT = NoEffect("layers that have it are not built: its name is rejected")
-Part = Literal["attention", "mixer", "feed-forward", "dense feed-forward", "experts", "shared experts"]
-"""Of a layer; a mixer is attention, a recurrence or a convolution."""
+Part = Literal["attention", "token mixer", "feed-forward", "dense feed-forward", "experts", "shared experts"]
+"""Of a layer; a token mixer is attention, a recurrence or a convolution."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +26,6 @@ class LayerModule(Mechanism[C]):
         capabilities: for each whether it acts, or why not.
         part: what a layer must have for it; None if every layer can have it.
         is_built: layers that have it exist here.
-        inside: the module that contains it; "" if none does.
         after: the module that must be named with it, and why; None if none must.
     """
 
@@ -37,7 +35,6 @@ class LayerModule(Mechanism[C]):
     capabilities: Mapping[C, Support]
     part: Part | None = None
     is_built: bool = True
-    inside: str = ""
     after: tuple[str, str] | None = None
 
     def __post_init__(self):
@@ -91,11 +88,6 @@ def named(modules: Sequence[L], names: Iterable[str]) -> tuple[L, ...]:
     """Return the modules that are named, in the order of their declarations; unknown names are left out."""
     wanted = set(names)
     return tuple(each for each in modules if each.key in wanted)
-
-
-def refusing(modules: Iterable[L], capability: Enum) -> tuple[str, ...]:
-    """Return the names of modules that reject a capability."""
-    return tuple(each.key for each in modules if isinstance(each.capabilities[capability], Rejected))
 
 
 def unaccompanied(s: Settings, modules: Sequence[LayerModule[Any]]) -> Iterator[Violation]:

@@ -39,31 +39,27 @@ _ALL: MappingProxyType[OffloadCapability, Support] = MappingProxyType(
         OffloadCapability.EXPERTS_RECOMPUTED: True,
     }
 )
-_CHUNKS = Rejected("the tensors of a chunk are recomputed, not offloaded")
 _OF_EXPERTS: MappingProxyType[OffloadCapability, Support] = MappingProxyType(
     {
         OffloadCapability.PAGED_STASH: Rejected("the same tensors cannot be in pages and on the host"),
-        OffloadCapability.MLP_CHUNKS: _CHUNKS,
+        OffloadCapability.MLP_CHUNKS: Rejected("the tensors of a chunk are recomputed, not offloaded"),
         OffloadCapability.EXPERTS_RECOMPUTED: Rejected("moe contains it"),
     }
 )
 
 OFFLOADED_MODULES: tuple[OffloadedModule, ...] = (
-    OffloadedModule(key="core_attn", capabilities=_ALL, part="mixer"),
+    OffloadedModule(key="core_attn", capabilities=_ALL, part="token mixer"),
     OffloadedModule(
-        key="attn_proj", capabilities=_ALL, part="mixer", after=("core_attn", "its input is what core_attn saves")
+        key="attn_proj", capabilities=_ALL, part="token mixer", after=("core_attn", "its input is what core_attn saves")
     ),
-    OffloadedModule(key="expert_fc1", capabilities=_OF_EXPERTS, part="experts", inside="moe", saves_received=True),
+    OffloadedModule(key="expert_fc1", capabilities=_OF_EXPERTS, part="experts", saves_received=True),
     OffloadedModule(
-        key="fused_group_mlp",
-        capabilities=MappingProxyType({**_ALL, OffloadCapability.MLP_CHUNKS: _CHUNKS}),
-        part="experts",
-        stands_for=("expert_fc1", "moe_act"),
+        key="fused_group_mlp", capabilities=_OF_EXPERTS, part="experts", stands_for=("expert_fc1", "moe_act")
     ),
-    OffloadedModule(key="moe_act", capabilities=_OF_EXPERTS, part="experts", inside="moe", saves_received=True),
-    OffloadedModule(key="attn_norm", capabilities=_ALL, part="mixer"),
+    OffloadedModule(key="moe_act", capabilities=_OF_EXPERTS, part="experts", saves_received=True),
+    OffloadedModule(key="attn_norm", capabilities=_ALL, part="token mixer"),
     OffloadedModule(key="mlp_norm", capabilities=_ALL, part="feed-forward"),
-    OffloadedModule(key="qkv_linear", capabilities=_ALL, part="mixer"),
+    OffloadedModule(key="qkv_linear", capabilities=_ALL, part="token mixer"),
     OffloadedModule(
         key="gdp_qkv",
         is_built=False,

@@ -32,7 +32,7 @@ def get_placement(moe: Any, ep: int) -> PlacementDeclaration:
     return next((each for each in PLACEMENTS if ep > 1 and each.slots(moe)), OWN)
 
 
-def rejected_flags(capability: PlacementCapability) -> tuple[tuple[str, str], ...]:
+def rejected_placements(capability: PlacementCapability) -> tuple[tuple[str, str], ...]:
     """Return destinations of flags that ask for a placement which rejects a capability, with the reasons."""
     found = rejecting(PLACEMENTS, capability)
     return tuple((each.dest, rejected.reason) for each, rejected in found if each.dest is not None)

@@ -82,6 +82,11 @@ def keys_with(mechanisms: Iterable[Mechanism[C]], capability: C) -> tuple[str, .
     return tuple(each.key for each in mechanisms if each.supports(capability))
 
 
+def keys_rejecting(mechanisms: Iterable[Mechanism[C]], capability: C) -> tuple[str, ...]:
+    """Return the keys of the mechanisms with which flags that demand a capability are rejected."""
+    return tuple(each.key for each in mechanisms if each.rejects(capability))
+
+
 def support_among(mechanisms: Sequence[Mechanism[C]], mechanism: Mechanism[C], capability: C) -> Support:
     """Return what a mechanism says of a capability, or what the one that it asks for says of the mechanism."""
     own = mechanism.capabilities[capability]

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from arguments.layer_pattern import OVERLAPPING_RATIO
 from arguments.mechanisms.recomputed_modules import RECOMPUTED_MODULES, RecomputeCapability
 from arguments.mechanisms.sharding_kinds.declaration import ShardingCapability
-from arguments.mechanisms.shardings import rejected_flags
+from arguments.mechanisms.shardings import rejected_shardings
 from arguments.mechanisms.sublayer_kinds.declaration import SublayerCapability
 from arguments.mechanisms.sublayers import COMPRESSED_ATTENTION, VARIANT, variant_of
 from arguments.mechanisms.support import rejecting
@@ -14,7 +14,7 @@ from arguments.rules.sparse_attention import INDEXER_FLAGS, find_indexer_violati
 from arguments.settings import Limit, Settings, Violation
 
 _MENTION = COMPRESSED_ATTENTION.mention
-_EXCLUDED = (*rejected_flags(ShardingCapability.COMPRESSED_KEYS),)
+_EXCLUDED = rejected_shardings(ShardingCapability.COMPRESSED_KEYS)
 
 
 def check_compressed_attention(s: Settings, f: DerivedSizes) -> Iterator[Violation]:

@@ -21,11 +21,11 @@ from arguments.mechanisms.dispatchers import (
     types_with,
 )
 from arguments.mechanisms.formats import FLAGS, list_widths, quantized_format
-from arguments.mechanisms.layer_modules import named, refusing
+from arguments.mechanisms.layer_modules import named
 from arguments.mechanisms.offloaded_modules import OFFLOADED_MODULES, OffloadCapability
 from arguments.mechanisms.selection_kinds.declaration import SelectionCapability
 from arguments.mechanisms.selections import balancing_with
-from arguments.mechanisms.support import rejecting
+from arguments.mechanisms.support import keys_rejecting, rejecting
 from arguments.rules.derived_sizes import DerivedSizes, as_list, balancing_types, positive
 from arguments.rules.graph_limits import captured_parts
 from arguments.settings import Limit, Settings, Violation
@@ -332,7 +332,7 @@ def check_paged_stash_conflicts(s: Settings, _f: DerivedSizes) -> Iterator[Viola
     if not s.moe_paged_stash:
         return
     modules = named(OFFLOADED_MODULES, as_list(s.offload_modules) if s.fine_grained_activation_offloading else ())
-    offloaded = refusing(modules, OffloadCapability.PAGED_STASH)
+    offloaded = keys_rejecting(modules, OffloadCapability.PAGED_STASH)
     if offloaded:
         yield s.violation(
             "{moe_paged_stash} cannot be combined with {offload_modules:flag} {modules}: the same tensors cannot be in "

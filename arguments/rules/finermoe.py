@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from arguments.demands import demands
 from arguments.mechanisms.placement_kinds.declaration import PlacementCapability
-from arguments.mechanisms.placements import rejected_flags
+from arguments.mechanisms.placements import rejected_placements
 from arguments.mechanisms.selection_kinds.declaration import SelectionCapability
 from arguments.mechanisms.selection_kinds.finermoe import (
     BALANCED_BY,
@@ -126,7 +126,7 @@ def limit_finermoe(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
         for other, capability in demands(SelectionCapability).items()
         if FINERMOE.rejects(capability) and capability is not SelectionCapability.REPLAY
     )
-    for other, why in (*routing, *rejected_flags(PlacementCapability.OUTPUT_SLICES), *EXCLUDED):
+    for other, why in (*routing, *rejected_placements(PlacementCapability.OUTPUT_SLICES), *EXCLUDED):
         yield Limit(
             is_on and s.values[other] not in (None, False, 0),
             f"{{:flag}} cannot be combined with {{:flag}}: {why}.",

@@ -12,15 +12,14 @@ from arguments.mechanisms.captured_modules import CAPTURED_MODULES, LAYER, OF_FU
 from arguments.mechanisms.dispatchers import SELECTABLE, DispatcherCapability, get_dispatcher
 from arguments.mechanisms.format_kinds.declaration import FormatCapability
 from arguments.mechanisms.formats import QUANTIZED
-from arguments.mechanisms.layer_modules import refusing
 from arguments.mechanisms.placement_kinds.declaration import PlacementCapability
-from arguments.mechanisms.placements import get_placement, rejected_flags
+from arguments.mechanisms.placements import get_placement, rejected_placements
 from arguments.mechanisms.recomputed_modules import RECOMPUTED_MODULES, RecomputeCapability
 from arguments.mechanisms.selection_kinds.declaration import SelectionCapability
 from arguments.mechanisms.selections import SELECTIONS
 from arguments.mechanisms.sharding_kinds.declaration import ShardingCapability
-from arguments.mechanisms.shardings import rejected_flags as rejected_shardings
-from arguments.mechanisms.support import keys_with, rejecting
+from arguments.mechanisms.shardings import rejected_shardings
+from arguments.mechanisms.support import keys_rejecting, keys_with, rejecting
 from arguments.mtp import num_mtp_depths
 from arguments.rules.derived_sizes import DerivedSizes, as_list, moe_pattern
 from arguments.rules.packing import is_packed
@@ -162,7 +161,7 @@ def limit_dropless_experts(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
 def limit_padded_experts(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     is_on = s.num_experts and "moe" in captured_parts(s) and _is_padded(s)
     for dest, reason in (
-        *rejected_flags(PlacementCapability.PADDED_GRAPH),
+        *rejected_placements(PlacementCapability.PADDED_GRAPH),
         ("moe_expert_rank_capacity_factor", "padding to capacity already fixes the number of tokens."),
         ("moe_router_padding_for_quantization", "the number of tokens beyond the capacity varies."),
     ):
@@ -247,7 +246,7 @@ def limit_recompute(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     captured = captured_parts(s)
     yield _not_captured(
         (s.mlp_chunks_for_training or 1) > 1
-        and not captured.isdisjoint((LAYER, *refusing(CAPTURED_MODULES, GraphCapability.MLP_CHUNKS))),
+        and not captured.isdisjoint((LAYER, *keys_rejecting(CAPTURED_MODULES, GraphCapability.MLP_CHUNKS))),
         "what runs in chunks",
         "mlp_chunks_for_training",
         "the pool of a graph holds the tensors of all chunks; --cuda-graph-modules attn captures the rest.",
@@ -276,7 +275,7 @@ def limit_packed_chunks(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     yield _not_captured(
         s.attention_chunk_size is not None
         and is_packed(s)
-        and not captured_parts(s).isdisjoint((LAYER, *refusing(CAPTURED_MODULES, GraphCapability.PACKED_CHUNKS))),
+        and not captured_parts(s).isdisjoint((LAYER, *keys_rejecting(CAPTURED_MODULES, GraphCapability.PACKED_CHUNKS))),
         "attention to packed sequences",
         "attention_chunk_size",
         "their chunks begin at other tokens in every microbatch.",

@@ -57,7 +57,7 @@ def note_absent_modules(s: Settings, f: DerivedSizes) -> None:
         return
     absent = absent_parts(s, f)
     if mixing_sublayers(s) == {MAMBA}:
-        absent["mixer"] = "attention"
+        absent["token mixer"] = "attention"
     for module in named(CAPTURED_MODULES, _names(s.cuda_graph_modules)):
         if module.part in absent:
             what = absent[module.part]

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from arguments.lora import ALL_LINEAR, LINEARS, is_lora_target
 from arguments.mechanisms.formats import FLAGS
 from arguments.mechanisms.placement_kinds.declaration import PlacementCapability
-from arguments.mechanisms.placements import rejected_flags
+from arguments.mechanisms.placements import rejected_placements
 from arguments.mechanisms.recomputed_modules import RECOMPUTED_MODULES, RecomputeCapability
 from arguments.mechanisms.sharding_kinds.declaration import ShardingCapability
-from arguments.mechanisms.shardings import rejected_flags as rejected_shardings
+from arguments.mechanisms.shardings import rejected_shardings
 from arguments.mechanisms.sublayer_kinds.declaration import SublayerCapability
 from arguments.mechanisms.sublayers import SUBLAYERS, VARIANT, variant_of
 from arguments.mechanisms.support import rejecting
@@ -52,7 +52,7 @@ def check_lora_targets(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
 
 def limit_lora(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     is_on = s.lora_dim is not None
-    for other, why in (*NOT_BUILT, *rejected_flags(PlacementCapability.ADAPTERS)):
+    for other, why in (*NOT_BUILT, *rejected_placements(PlacementCapability.ADAPTERS)):
         applies = is_on and s.values[other] != s.default(other)
         yield Limit(applies, f"{{{DIM}:flag}} cannot be combined with {{}}: {why}.", (other,))
     has_dropout = is_on and bool(s.lora_dropout)

@@ -9,15 +9,15 @@ from collections.abc import Iterator
 from arguments.layer_pattern import MLP, MOE, hybrid_letters, mixing_sublayers
 from arguments.mechanisms.format_kinds.declaration import FormatCapability
 from arguments.mechanisms.formats import FLAGS, of_width, quantized_format, selected
-from arguments.mechanisms.layer_modules import Part, named, names_of, refusing, unaccompanied, unknown_names
+from arguments.mechanisms.layer_modules import Part, named, names_of, unaccompanied, unknown_names
 from arguments.mechanisms.offloaded_modules import OFFLOADED_MODULES, OffloadCapability
 from arguments.mechanisms.optimizer_kinds.declaration import OptimizerCapability
 from arguments.mechanisms.optimizers import get_optimizer
 from arguments.mechanisms.placement_kinds.declaration import PlacementCapability
-from arguments.mechanisms.placements import rejected_flags
+from arguments.mechanisms.placements import rejected_placements
 from arguments.mechanisms.recomputed_modules import RECOMPUTED_MODULES, RecomputeCapability
 from arguments.mechanisms.sublayers import VARIANT, variant_of
-from arguments.mechanisms.support import keys_with
+from arguments.mechanisms.support import keys_rejecting, keys_with
 from arguments.mtp import mtp_letters
 from arguments.needs import name_of
 from arguments.rules.derived_sizes import DerivedSizes, as_list, positive
@@ -91,7 +91,7 @@ def absent_parts(s: Settings, sizes: DerivedSizes) -> dict[Part, str]:
     if not has_experts and not has_dense:
         absent["feed-forward"] = "feed-forward"
     if not mixers:
-        absent["mixer"] = "attention"
+        absent["token mixer"] = "attention"
     if not any(each.is_attention for each in mixers):
         absent["attention"] = "attention"
     return absent
@@ -160,7 +160,7 @@ def check_recompute_modules(s: Settings, _f: DerivedSizes) -> Iterator[Violation
             yield s.violation(f"{module.mention} needs {needed}.", VARIANT)
         if s.moe_shared_expert_overlap and module.rejects(RecomputeCapability.SHARED_EXPERT_OVERLAP):
             yield s.violation(f"{module.mention} cannot be combined with {{moe_shared_expert_overlap}}.")
-    scaled = refusing(modules, RecomputeCapability.NARROW_INPUTS)
+    scaled = keys_rejecting(modules, RecomputeCapability.NARROW_INPUTS)
     fmt = quantized_format(s)
     if scaled and fmt is not None and fmt.rejects(FormatCapability.RECOMPUTED_INPUTS):
         yield s.violation(
@@ -191,7 +191,7 @@ def limit_mlp_chunks(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
         ),
         *(
             (dest, experts and s.values[dest], reason)
-            for dest, reason in rejected_flags(PlacementCapability.MLP_CHUNKS)
+            for dest, reason in rejected_placements(PlacementCapability.MLP_CHUNKS)
         ),
         (
             "moe_shared_expert_overlap",
@@ -214,9 +214,7 @@ def limit_mlp_chunks(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
         is_chunked and s.pipeline_schedule == "zero-bubble",
         f"{{mlp_chunks_for_training}} cannot be combined with {{pipeline_schedule:flag}} zero-bubble: {deferred}.",
     )
-    *others, last = refusing(
-        sorted(OFFLOADED_MODULES, key=lambda each: bool(each.stands_for)), OffloadCapability.MLP_CHUNKS
-    )
+    *others, last = keys_rejecting(OFFLOADED_MODULES, OffloadCapability.MLP_CHUNKS)
     yield Limit(
         is_chunked and s.fine_grained_activation_offloading and {*others, last} & set(as_list(s.offload_modules)),
         f"{{mlp_chunks_for_training}} cannot be combined with {{offload_modules:flag}} {', '.join(others)} or {last}: "
@@ -283,8 +281,8 @@ def check_activation_offload(s: Settings, _f: DerivedSizes) -> Iterator[Violatio
         )
     yield from unaccompanied(s, modules)
     recomputed = as_list(s.recompute_modules) if s.recompute_granularity == "selective" else []
-    inside = [module.key for module in modules if module.inside in recomputed]
-    if inside:
+    inside = keys_rejecting(modules, OffloadCapability.EXPERTS_RECOMPUTED)
+    if inside and "moe" in recomputed:
         yield s.violation(
             "{offload_modules:flag} {modules} cannot be combined with {recompute_modules:flag} moe, which contains "
             "them.",

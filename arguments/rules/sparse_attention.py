@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from arguments.mechanisms.formats import FLAGS, quantized_format
 from arguments.mechanisms.sharding_kinds.declaration import ShardingCapability
-from arguments.mechanisms.shardings import rejected_flags
+from arguments.mechanisms.shardings import rejected_shardings
 from arguments.mechanisms.sublayers import SPARSE_ATTENTION, VARIANT, variant_of
 from arguments.rules.derived_sizes import DerivedSizes, as_list, positive
 from arguments.settings import Limit, Settings, Violation
@@ -15,7 +15,7 @@ FORM = "dsa_attention_form"
 INDEXER_FLAGS = ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk")
 ALLGATHER = ("allgather", "all_gather")
 FROZEN = (
-    *rejected_flags(ShardingCapability.FROZEN),
+    *rejected_shardings(ShardingCapability.FROZEN),
     *tuple(
         (
             flags.param_gather,

@@ -276,22 +276,17 @@ class Experts(nn.Module):
             ),
         ):
             if self.quantized is not None:
-                w1_eGH, w2_eHF, b1_eG, b2_eH = weights
                 return quantized_expert_mlp(
                     x_RH,
                     probs_R,
-                    w1_eGH,
-                    w2_eHF,
+                    weights,
                     tokens_per_expert_e,
                     self.activation,
                     self._quantized_gemms(self.quantized),
-                    b1_eG=b1_eG,
-                    b2_eH=b2_eH,
+                    kernels=self.kernels,
                     queue=self.queue,
-                    activation_fns=self.kernels.activation,
                     unused=unused,
                     saves_quantized=self.activations.stash is None,  # pages hold rows
-                    grouped=self.kernels.gemms,
                 )
             return expert_mlp(
                 x_RH,

@@ -17,9 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_trainer.ops.expert_mlp import ActivationFns, compute_or_defer, get_activation_fns, grad_owner, owner_dtype
+from moe_trainer.ops.expert_mlp import (
+    TORCH_MLP_KERNELS,
+    ActivationFns,
+    ExpertMLPKernels,
+    ExpertWeights,
+    compute_or_defer,
+    get_activation_fns,
+    grad_owner,
+    owner_dtype,
+)
 from moe_trainer.ops.gemms import WgradFn
-from moe_trainer.ops.grouped_gemm import GROUPED_MM, GroupedGemms, check_token_counts, expert_ranges
+from moe_trainer.ops.grouped_gemm import GROUPED_MM, check_token_counts, expert_ranges
 from moe_trainer.ops.pointwise import Activation
 from moe_trainer.quantization.gemms import QuantizedGemms
 from moe_trainer.quantization.grouped import TokenGroups, make_token_groups
@@ -195,19 +204,15 @@ def _stacked(shape: torch.Size, none: Tensor, parts: dict[int, WgradFn], dtype: 
 def quantized_expert_mlp(
     x_RH: Tensor,
     probs_R: Tensor | None,
-    w1_eGH: Tensor,
-    w2_eHF: Tensor,
+    weights: ExpertWeights,
     counts: Sequence[int] | Tensor,
     activation: Activation,
     gemms: tuple[QuantizedGemms, QuantizedGemms],
     *,
-    b1_eG: Tensor | None = None,
-    b2_eH: Tensor | None = None,
+    kernels: ExpertMLPKernels = TORCH_MLP_KERNELS,
     queue: Any = None,
-    activation_fns: ActivationFns | None = None,
     unused: int = 0,
     saves_quantized: bool = True,
-    grouped: GroupedGemms | None = None,
 ) -> Tensor:
     """Run every expert on its tokens.
 
@@ -215,20 +220,20 @@ def quantized_expert_mlp(
         counts: on the device they include each expert's padding to a multiple (QuantizedGemms.token_multiple), which
             is zeros and has zero gradients.
         gemms: of fc1 and fc2.
-        saves_quantized: save quantized tokens for backward (saved_input.py).
-        grouped: grouped GEMMs that read counts on the device, instead of torch's. Everything else as
-            expert_mlp.expert_mlp.
+        kernels: replace the torch versions; their GEMMs are taken for counts on the device.
+        saves_quantized: save quantized tokens for backward (saved_input.py). Everything else as expert_mlp.expert_mlp.
 
     Raises:
         ValueError: if the counts do not add up to R.
     """
     probs_R = None if probs_R is None else probs_R.contiguous()
-    fns = activation_fns or get_activation_fns(activation)
+    w1_eGH, w2_eHF, b1_eG, b2_eH = weights
+    fns = kernels.activation or get_activation_fns(activation)
     inputs = x_RH.contiguous(), probs_R, w1_eGH, b1_eG, w2_eHF, b2_eH
     saves_quantized = saves_quantized and w1_eGH.requires_grad and torch.is_grad_enabled()
     options = _QuantizedMLPOptions(fns, gemms, queue, saves_quantized)
     if isinstance(counts, Tensor):
-        groups = make_token_groups(counts, x_RH.shape[0], grouped or GROUPED_MM)
+        groups = make_token_groups(counts, x_RH.shape[0], kernels.gemms or GROUPED_MM)
         return _BufferMLP.apply(*inputs, groups, options)
     check_token_counts("quantized_expert_mlp", counts, x_RH.shape[0] - unused)
     return _QuantizedExpertMLP.apply(*inputs, tuple(counts), options)

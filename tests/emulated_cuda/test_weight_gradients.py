@@ -101,6 +101,7 @@ def ours(where: str) -> tuple[list[float], float]:
 
 def quantized(recipe: str, where: str) -> tuple[list[float], float]:
     """Main gradients of experts in fp8, one by one or in one call, and the activation of every token."""
+    from moe_trainer.ops.expert_mlp import ExpertWeights
     from moe_trainer.ops.pointwise import Activation
     from moe_trainer.quantization.expert_mlp import quantized_expert_mlp
     from moe_trainer.quantization.gemms import QuantizedGemms
@@ -113,7 +114,8 @@ def quantized(recipe: str, where: str) -> tuple[list[float], float]:
     if recipe == "blockwise":  # scales are powers of two; else every token is the largest one
         activation = activation.to(torch.float8_e4m3fn).float()
     found = gradient_of_second_linear(
-        lambda x, w1, w2: quantized_expert_mlp(x, None, w1, w2, COUNTS, swiglu, gemms, queue=queue), queue
+        lambda x, w1, w2: quantized_expert_mlp(x, None, ExpertWeights(w1, w2), COUNTS, swiglu, gemms, queue=queue),
+        queue,
     )
     return found, float(activation)
 

@@ -7,6 +7,7 @@ from arguments.container import OPTIONS
 from arguments.flag_status import NOT_IMPLEMENTED
 from arguments.help import help_lines
 from arguments.mechanisms.captured_modules import CAPTURED_MODULES, LAYER, OF_FULL_LAYERS, GraphCapability
+from arguments.mechanisms.layer_modules import named
 from arguments.mechanisms.offloaded_modules import OFFLOADED_MODULES, OffloadCapability, offloaded_parts
 from arguments.mechanisms.recomputed_modules import RECOMPUTED_MODULES, RecomputeCapability
 from arguments.parse import resolve_command_line
@@ -89,6 +90,9 @@ def test_modules_stand_for_others():
     assert {"expert_fc1", "moe_act"} == TENSORS_OF_EXPERTS
     for each in OFFLOADED_MODULES:
         assert names.issuperset(each.stands_for)
+        for other in named(OFFLOADED_MODULES, each.stands_for):
+            rejected = {capability for capability in OffloadCapability if other.rejects(capability)}
+            assert rejected <= {capability for capability in OffloadCapability if each.rejects(capability)}
 
 
 def test_full_layers_have_all_modules_but_those_that_extend_another():

@@ -226,7 +226,7 @@ def test_quantized_experts_equal_one_linear_per_expert(name, weighed):
         x, p, w1, w2, b1, b2 = (values[key] for key in ("x", "p", "w1", "w2", "b1", "b2"))
         p = p if weighed else None
         if way == 0:
-            y = quantized_expert_mlp(x, p, w1, w2, counts, activation, pair, b1_eG=b1, b2_eH=b2)
+            y = quantized_expert_mlp(x, p, ExpertWeights(w1, w2, b1, b2), counts, activation, pair)
         else:
             rows, parts = 0, []
             for expert, count in enumerate(counts):
@@ -264,7 +264,7 @@ def test_quantized_experts_are_close_to_exact_ones():
             y = expert_mlp(x, p, ExpertWeights(w1, w2), counts, activation)
         else:
             y = quantized_expert_mlp(
-                x, p, w1, w2, counts, activation, (make_gemms("mxfp8"), make_gemms("mxfp8")), queue=queue
+                x, p, ExpertWeights(w1, w2), counts, activation, (make_gemms("mxfp8"), make_gemms("mxfp8")), queue=queue
             )
         y.square().sum().backward()
         assert (w1.grad is None) == (kind == "later")
@@ -275,11 +275,17 @@ def test_quantized_experts_are_close_to_exact_ones():
         assert 1e-3 < (now - exact).norm() / exact.norm() < 0.2
     padded, padded_p = F.pad(x, (0, 0, 0, 5)), F.pad(p, (0, 5))
     y = quantized_expert_mlp(
-        padded, padded_p, w1, w2, counts, activation, (make_gemms("mxfp8"), make_gemms("mxfp8")), unused=5
+        padded,
+        padded_p,
+        ExpertWeights(w1, w2),
+        counts,
+        activation,
+        (make_gemms("mxfp8"), make_gemms("mxfp8")),
+        unused=5,
     )
     assert torch.equal(y[:23], results[1][0]), "rows that belong to no expert are not looked at"
     with pytest.raises(ValueError, match="add up to 4"):
-        quantized_expert_mlp(x, p, w1, w2, (4,), activation, (make_gemms("mxfp8"), make_gemms("mxfp8")))
+        quantized_expert_mlp(x, p, ExpertWeights(w1, w2), (4,), activation, (make_gemms("mxfp8"), make_gemms("mxfp8")))
 
 
 def test_quantized_experts_use_the_given_activation():

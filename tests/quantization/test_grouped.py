@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from arguments.mechanisms.formats import BY_KEY, QUANTIZED
+from moe_trainer.ops.expert_mlp import ExpertWeights
 from moe_trainer.ops.grouped_gemm import GROUPED_MM
 from moe_trainer.ops.pointwise import Activation
 from moe_trainer.quantization.expert_mlp import quantized_expert_mlp
@@ -63,13 +64,10 @@ def run(gemms, dtype: torch.dtype, biases: bool, on_device: bool, device: str = 
     y = quantized_expert_mlp(
         x,
         p,
-        given["w1"],
-        given["w2"],
+        ExpertWeights(given["w1"], given["w2"], given.get("b1"), given.get("b2")),
         counts,
         Activation("silu", gated=True),
         tuple(gemms),
-        b1_eG=given.get("b1"),
-        b2_eH=given.get("b2"),
     )
     y.backward(weight.to(device))
     states = [each.amax.clone() for each in gemms if hasattr(each, "amax")]
@@ -138,7 +136,9 @@ def test_values_of_an_expert_do_not_scale_another():
     for factor in (1.0, 1e3):
         rows = torch.cat([x[:32], x[32:] * factor])
         counts = torch.tensor([32, 32])
-        y = quantized_expert_mlp(rows, None, w1, w2, counts, Activation("silu", gated=True), tuple(gemms))
+        y = quantized_expert_mlp(
+            rows, None, ExpertWeights(w1, w2), counts, Activation("silu", gated=True), tuple(gemms)
+        )
         results.append(y)
     assert torch.equal(results[0][:32], results[1][:32]) and not torch.equal(results[0][32:], results[1][32:])
 
@@ -181,13 +181,15 @@ def test_cached_weights_are_cast_once(name):
                 for counts in ((128, 0, 128), (128, 128, 0)):
                     x = torch.randn(256, HIDDEN, requires_grad=True)
                     activation, own = Activation("silu", gated=True), tuple(gemms)
-                    y = quantized_expert_mlp(x, None, *weights, torch.tensor(counts), activation, own)
+                    y = quantized_expert_mlp(x, None, ExpertWeights(*weights), torch.tensor(counts), activation, own)
                     y.backward(torch.randn_like(y))
                     results += [y.detach(), x.grad, *(weight.grad.clone() for weight in weights)]
                 with torch.no_grad():
                     copies = [weight * 2 for weight in weights]
                     results.append(
-                        quantized_expert_mlp(x, None, *copies, torch.tensor(counts), activation, own).detach()
+                        quantized_expert_mlp(
+                            x, None, ExpertWeights(*copies), torch.tensor(counts), activation, own
+                        ).detach()
                     )
             with torch.no_grad():
                 for weight in weights:

@@ -9,6 +9,7 @@ from torch.nn import Parameter
 from arguments.mechanisms.formats import BY_KEY, QUANTIZED
 from moe_trainer.layers.init import Init
 from moe_trainer.layers.linear import ColumnParallelLinear, ReplicatedLinear
+from moe_trainer.ops.expert_mlp import ExpertWeights
 from moe_trainer.ops.pointwise import Activation
 from moe_trainer.parallel.rng import StochasticRoundingRNG
 from moe_trainer.parallel.state import Group, ParallelState
@@ -96,7 +97,9 @@ def test_experts_give_the_same_numbers(recipe, on_device):
         )
         w1, w2 = (Parameter(weight) for weight in weights)
         gemms = make_gemms(recipe, "fc1"), make_gemms(recipe, "fc2")
-        y = quantized_expert_mlp(x, probs, w1, w2, counts, Activation("silu", gated=True), gemms, saves_quantized=saves)
+        y = quantized_expert_mlp(
+            x, probs, ExpertWeights(w1, w2), counts, Activation("silu", gated=True), gemms, saves_quantized=saves
+        )
         values, scales, *_ = y.grad_fn.saved_tensors
         assert (values.dtype == torch.uint8) == saves
         if saves:

@@ -13,6 +13,7 @@ from quantization.test_gemms import make_gemms
 from quantization.test_scaled_mm import offset
 from torch.nn.functional import ScalingType, SwizzleType
 
+from moe_trainer.ops.expert_mlp import ExpertWeights
 from moe_trainer.ops.pointwise import Activation
 from moe_trainer.quantization import gemms, scaled_grouped
 from moe_trainer.quantization.expert_mlp import quantized_expert_mlp
@@ -106,13 +107,10 @@ def test_grouped_experts_equal_gemm_per_expert(device, monkeypatch, name):
         y = quantized_expert_mlp(
             v["x"],
             v["p"],
-            v["w1"],
-            v["w2"],
+            ExpertWeights(v["w1"], v["w2"], v["b1"], v["b2"]),
             (5, 130, 0, 1),
             activation,
             (make_gemms(name), make_gemms(name)),
-            b1_eG=v["b1"],
-            b2_eH=v["b2"],
         )
         y.float().square().sum().backward()
         found.append([y.detach(), *(value.grad for value in v.values())])

@@ -95,7 +95,10 @@ class Finder(importlib.abc.MetaPathFinder):
             return None
         for file in files:
             if code_path(self.folder, file).exists():
-                return importlib.util.spec_from_file_location(name, file, loader=Loader(name, str(file), self))
+                spec = importlib.util.spec_from_file_location(name, file, loader=Loader(name, str(file), self))
+                if spec is not None and found is not None:  # a copy may link to the files that it does not change
+                    spec.submodule_search_locations = found.submodule_search_locations
+                return spec
         return None
 
 

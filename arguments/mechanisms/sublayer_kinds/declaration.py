@@ -45,7 +45,7 @@ class SublayerCapability(Enum):
     FROZEN_BACKBONE = "`--freeze-backbone`"
     MUP = "`--use-mup`"
     GRAPHS = "`--cuda-graph-impl`"
-    QUANTIZED = "quantized GEMMs, as `--fp8-format`"
+    QUANTIZED = "GEMMs of 8 and 4 bits"
     DOCUMENTS = "`--reset-attention-mask`, `--dataloader-inter-document-masking`"
     PACKED_SAMPLES = "`--use-varlen-dataset`, `--sft`"
     CONTEXT_PARALLEL = "`--context-parallel-size`"

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from moe_trainer.ops.expert_mlp import ExpertWeights
 from moe_trainer.ops.grouped_gemm import token_offsets
 from moe_trainer.ops.pointwise import Activation
 from moe_trainer.quantization.expert_mlp import quantized_expert_mlp
@@ -82,7 +83,9 @@ def test_experts_with_operands_of_one_read_have_the_same_bits(name, hybrid):
             x = torch.randn(300, 64, requires_grad=True)
             weights = [nn.Parameter(torch.randn(3, *shape), requires_grad=needs) for shape in ((64, 64), (64, 32))]
             counts = torch.tensor([128, 0, 128])
-            y = quantized_expert_mlp(x, None, *weights, counts, Activation("silu", gated=True), gemms)[:256]
+            y = quantized_expert_mlp(x, None, ExpertWeights(*weights), counts, Activation("silu", gated=True), gemms)[
+                :256
+            ]
             y.backward(torch.randn_like(y))
             # activations, in both directions, are of two reads
             assert kernels is None or len(of_tokens) == (2 if needs else 4)
