@@ -175,8 +175,8 @@ def reduce_experts_over_data_ranks(patch: Patch) -> None:
         patch,
         setup,
         "plan_layouts",
-        lambda real, params, ps, *rest: real(
-            params, replace(ps, edp=ps.dp_cp, edp_inner=ps.dp_cp_inner, edp_outer=ps.dp_cp_outer), *rest
+        lambda real, params, ps, *rest, **options: real(
+            params, replace(ps, edp=ps.dp_cp, edp_inner=ps.dp_cp_inner, edp_outer=ps.dp_cp_outer), *rest, **options
         ),
     )
 
