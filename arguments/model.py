@@ -137,10 +137,9 @@ class ModelArgs:
     add_attention_output_bias: bool = flag(
         False, restore="always", needs="attention", demands=SublayerCapability.OUTPUT_BIAS
     )
-    """Add a bias to the output projection of attention, also with --disable-bias-linear (Phi-3.5-MoE). A flag of this
-    program."""
+    """Add a bias to the output projection of attention, also with --disable-bias-linear. A flag of this program."""
     add_output_layer_bias: bool = flag(False, restore="always")
-    """Add a bias to every logit, one per row of the vocabulary (Phi-3.5-MoE). A flag of this program."""
+    """Add a bias to every logit, one per row of the vocabulary. A flag of this program."""
     hidden_dropout: float = flag(0.1, restore="unless given", bounds="[0,1)", role="noise")
     """Dropout probability on the residual branches, from 0 to below 1."""
     attention_dropout: float = flag(0.1, restore="unless given", bounds="[0,1)", role="noise")

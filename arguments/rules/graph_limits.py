@@ -28,6 +28,12 @@ from arguments.stored_weights import stored_weight_format
 from arguments.te_support import can_quantize_experts, fused_experts_problem
 
 IMPL, MODULES = "cuda_graph_impl", "cuda_graph_modules"
+DROPLESS = tuple(each for each in SELECTABLE if each.supports(DispatcherCapability.DROPLESS_GRAPH))
+"""Dispatchers whose receive buffers of a fixed size a graph can hold."""
+
+
+def dropless_names() -> str:
+    return " or ".join(each.name for each in DROPLESS)
 
 
 def captured_parts(s: Settings) -> set[str]:
@@ -102,8 +108,8 @@ def limit_full_iteration_shapes(s: Settings, _f: DerivedSizes) -> Iterator[Limit
     """Report one reason only: removing another flag would not make such a graph possible."""
     yield Limit(
         _iteration_varies(s),
-        "{cuda_graph_impl:flag} full_iteration: the full iteration of a dropless MoE model is captured with HybridEP's "
-        "fixed receive buffer only: use --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep with "
+        "{cuda_graph_impl:flag} full_iteration: the full iteration of a dropless MoE model is captured with "
+        f"{dropless_names()}'s fixed receive buffer only: use {' '.join(DROPLESS[0].words)} with "
         "{moe_expert_rank_capacity_factor:flag}, --moe-expert-capacity-factor with "
         "{moe_pad_expert_input_to_capacity:flag}, or {cuda_graph_impl:flag} local --cuda-graph-modules attn "
         "moe_router.",
@@ -117,7 +123,7 @@ def limit_full_layer_shapes(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
         "layer" in captured_parts(s) and has_experts and not _is_padded(s) and not has_fixed_receive_buffer(s),
         "{cuda_graph_impl} without {cuda_graph_modules:flag} captures full layers, and the number of tokens per expert "
         "varies: use --moe-expert-capacity-factor with {moe_pad_expert_input_to_capacity:flag}, "
-        "--moe-expert-rank-capacity-factor with the HybridEP dispatcher, or --cuda-graph-impl local "
+        f"--moe-expert-rank-capacity-factor with the {dropless_names()} dispatcher, or --cuda-graph-impl local "
         "--cuda-graph-modules attn moe_router moe_preprocess.",
         kind="later",
     )
@@ -158,7 +164,7 @@ def limit_dropless_experts(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
         yield _not_captured(is_on and is_wrong, "dropless experts", dest, reason)
 
 
-def limit_padded_experts(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
+def limit_padded_experts(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
     is_on = s.num_experts and "moe" in captured_parts(s) and _is_padded(s)
     for dest, reason in (
         *rejected_placements(PlacementCapability.PADDED_GRAPH),
@@ -166,9 +172,19 @@ def limit_padded_experts(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
         ("moe_router_padding_for_quantization", "the number of tokens beyond the capacity varies."),
     ):
         yield _not_captured(is_on and getattr(s, dest), "experts padded to capacity", dest, reason)
+    selected = get_dispatcher(s)
+    unpadded = [each for each, _ in rejecting(SELECTABLE, DispatcherCapability.CAPACITY_PADDING)]
+    for each, rejected in (
+        pair for pair in rejecting(SELECTABLE, DispatcherCapability.PADDED_GRAPH) if pair[0] not in unpadded
+    ):
+        yield Limit(
+            is_on and f.ep * f.etp > 1 and each is selected,
+            f"{{cuda_graph_impl}} cannot capture moe with {each.mention}: {rejected.reason}. Leave one of the two out.",
+            kind="later",
+        )
 
 
-def limit_experts_exchange(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
+def limit_exchange_overlap(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     is_on = s.num_experts and "moe" in captured_parts(s) and (_is_padded(s) or has_fixed_receive_buffer(s))
     for module, rejected_overlap in rejecting(CAPTURED_MODULES, GraphCapability.EXCHANGE_OVERLAP):
         yield _not_captured(
@@ -179,16 +195,6 @@ def limit_experts_exchange(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
             module.key,
             "overlap_moe_expert_parallel_comm",
             f"{rejected_overlap.reason}.",
-        )
-    selected = get_dispatcher(s)
-    unpadded = [each for each, _ in rejecting(SELECTABLE, DispatcherCapability.CAPACITY_PADDING)]
-    for each, rejected in (
-        pair for pair in rejecting(SELECTABLE, DispatcherCapability.PADDED_GRAPH) if pair[0] not in unpadded
-    ):
-        yield Limit(
-            is_on and f.ep * f.etp > 1 and each is selected,
-            f"{{cuda_graph_impl}} cannot capture moe with {each.mention}: {rejected.reason}. Leave one of the two out.",
-            kind="later",
         )
 
 

@@ -7,7 +7,7 @@ from arguments.mechanisms.captured_modules import CAPTURED_MODULES
 from arguments.mechanisms.layer_modules import named, unaccompanied, unknown_names
 from arguments.mechanisms.sublayers import MAMBA
 from arguments.rules.derived_sizes import DerivedSizes, as_list
-from arguments.rules.graph_limits import has_fixed_receive_buffer
+from arguments.rules.graph_limits import dropless_names, has_fixed_receive_buffer
 from arguments.rules.recompute import absent_parts
 from arguments.settings import Settings, Violation
 
@@ -92,8 +92,8 @@ def check_expert_modules(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     if "moe" in modules and not padded and not has_fixed_receive_buffer(s):
         yield s.violation(
             "{cuda_graph_modules:flag} moe needs {moe_expert_capacity_factor:flag} and "
-            "{moe_pad_expert_input_to_capacity:flag}, or {moe_expert_rank_capacity_factor:flag} with HybridEP: a graph "
-            "cannot hold a varying number of tokens."
+            "{moe_pad_expert_input_to_capacity:flag}, or {moe_expert_rank_capacity_factor:flag} with "
+            f"{dropless_names()}: a graph cannot hold a varying number of tokens."
         )
     captured = named(CAPTURED_MODULES, modules)
     for module in captured:

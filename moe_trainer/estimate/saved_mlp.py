@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 
 from arguments.mechanisms.dispatchers import get_dispatcher
-from arguments.mechanisms.selections import expert_split, output_slices
+from arguments.mechanisms.selections import expert_split, get_selection, output_slices
 from arguments.rules.derived_sizes import as_list
 from moe_trainer.estimate.saved_tensor import INDEX, WIDE, LayerSizes, SavedTensor
 from moe_trainer.ops.block_sizes import expert_buffer_tokens
@@ -100,27 +100,29 @@ def _router(layer: LayerSizes) -> Iterator[SavedTensor]:
         yield SavedTensor("router.noise", (own, layer.hidden), layer.size)
         yield SavedTensor("router.x", (own, layer.hidden), layer.size)
     experts, topk = layer.num_experts, moe.moe_router_topk
-    if "sinkhorn" in moe.moe_router_load_balancing_type:
-        yield SavedTensor("router.scores", (own, experts), wide)
-        yield SavedTensor("router.map", (own, experts), 1)
-        return
+    if (saves := get_selection(moe).saves) is not None:
+        for name, shape, width in saves(own, experts, topk):
+            yield SavedTensor(f"router.{name}", shape, wide if width is None else width)
+    else:
+        yield from _top_k(layer, size)
+    if moe.moe_expert_capacity_factor is not None and moe.moe_expert_capacity_factor >= 0:
+        yield SavedTensor("router.kept", (own, experts), 1)
+
+
+def _top_k(layer: LayerSizes, size: int) -> Iterator[SavedTensor]:
+    moe, own, experts, topk, wide = layer.moe, layer.own, layer.num_experts, layer.moe.moe_router_topk, max(size, WIDE)
     yield SavedTensor("router.indices", (own, topk), INDEX)
-    if moe.moe_router_sparsemixer_jitter is not None:  # a softmax of each choice, and what it leaves out
-        yield SavedTensor("router.scores", (topk, own, experts), wide)
-        yield SavedTensor("router.masks", (topk, own, experts), 1)
-    elif moe.moe_router_score_function == "softmax":
+    if moe.moe_router_score_function == "softmax":
         yield SavedTensor("router.scores", (own, experts if moe.moe_router_pre_softmax else topk), wide)
         if not moe.moe_router_pre_softmax:  # torch's gather keeps what it picks from
             yield SavedTensor("router.logits", (own, experts), size)
-    else:
-        yield SavedTensor("router.scores", (own, experts), wide)
-        if moe.moe_router_score_function == "sqrtsoftplus":
-            yield SavedTensor("router.logits", (own, experts), wide)
-        if topk > 1:
-            yield SavedTensor("router.weights", (own, topk), wide)
-            yield SavedTensor("router.weight_sums", (own,), wide)
-    if moe.moe_expert_capacity_factor is not None and moe.moe_expert_capacity_factor >= 0:
-        yield SavedTensor("router.kept", (own, experts), 1)
+        return
+    yield SavedTensor("router.scores", (own, experts), wide)
+    if moe.moe_router_score_function == "sqrtsoftplus":
+        yield SavedTensor("router.logits", (own, experts), wide)
+    if topk > 1:
+        yield SavedTensor("router.weights", (own, topk), wide)
+        yield SavedTensor("router.weight_sums", (own,), wide)
 
 
 def _loss_gradients(layer: LayerSizes, wide: int) -> Iterator[SavedTensor]:

@@ -27,7 +27,8 @@ ALONE = set(
     init_method_std embedding_init_method_std init_method_xavier_uniform use_mup embedding_multiplier
     residual_multiplier attention_multiplier logits_scaling num_experts
     moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_latent_size
-    moe_grouped_gemm moe_router_topk moe_router_score_function moe_router_pre_softmax moe_router_sparsemixer_jitter
+    moe_grouped_gemm moe_router_topk moe_router_score_function moe_router_pre_softmax
+    moe_router_sparsemixer_jitter
     moe_router_topk_scaling_factor moe_router_dtype moe_router_enable_expert_bias moe_router_force_load_balancing
     moe_router_force_biased moe_n_hash_layers moe_input_jitter_eps moe_router_load_balancing_type moe_aux_loss_coeff
     moe_z_loss_coeff moe_expert_capacity_factor moe_token_dispatcher_type moe_dispatch_fwd_dtype

@@ -9,10 +9,8 @@ from moe_trainer.layers.pass_inputs import PassInputs
 from moe_trainer.moe.balancing import loss_coefficients
 from moe_trainer.moe.receive.capacity import drop_beyond_capacity, expert_capacity
 from moe_trainer.moe.selections.scores import _NormalizeSelected
-from moe_trainer.moe.selections.selection import RoutingInputs
 from moe_trainer.moe.selections.sinkhorn import sinkhorn, sinkhorn_topk
-from moe_trainer.moe.selections.sparsemixer import SparseMixer
-from moe_trainer.moe.selections.topk import TopKSelection, score_topk
+from moe_trainer.moe.selections.topk import score_topk
 
 # token x expert; two experts per token
 PROBS = torch.tensor(
@@ -289,30 +287,6 @@ def test_given_experts_take_the_routers_probabilities(score, bias):
         assert torch.equal(router.local_tokens_per_expert, routing.sum(0).float())
     probs.square().sum().backward()
     assert router.weight.grad.norm() > 0
-
-
-@pytest.mark.parametrize("jitter", [0.0, 0.01, 0.15, 5.0])
-def test_sparsemixer_weights_and_gradients_are_those_of_transformers(jitter):
-    phimoe = pytest.importorskip("transformers.models.phimoe.modeling_phimoe")
-    logits = torch.randn(200, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    logits[:20] -= 5.0  # all negative: the distance is relative to the other logit
-    ours, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-    probs, routing = TopKSelection(2, SparseMixer(jitter)).route(ours, None, RoutingInputs())
-    weights, chosen = phimoe.sparsemixer(theirs, jitter, training=False)
-    expected = torch.zeros_like(logits).scatter(1, chosen, weights)
-    assert torch.equal(routing, expected.detach() > 0)
-    torch.testing.assert_close(probs, expected, rtol=1e-12, atol=0)
-    factors = torch.randn(200, 8, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    (probs * factors).sum().backward()
-    (expected * factors).sum().backward()
-    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-14)
-    assert (theirs.grad.abs().max() > 0.01) == (jitter > 0)  # alone, an expert has weight 1
-
-
-def test_sparsemixer_with_a_scaling_factor_and_logits_of_zero():
-    selection = TopKSelection(2, SparseMixer(0.1, factor=1.5))
-    probs, routing = selection.route(torch.zeros(3, 4), None, RoutingInputs())
-    torch.testing.assert_close(probs[routing].view(3, 2), torch.tensor([[1.5 / 4, 1.5 / 3]]).expand(3, 2))
 
 
 SINKHORN = {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.0}

@@ -36,7 +36,7 @@ MODELS = {
         "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.1 --embedding-multiplier 3 "
         "--residual-multiplier 0.4 --attention-multiplier 0.3 --logits-scaling 1.5",
     ),
-    "sparsemixer, biases of attention and logits": (
+    "biases of attention and logits": (
         "plain",
         "--moe-router-sparsemixer-jitter 0.2 --add-qkv-bias --add-attention-output-bias --add-output-layer-bias",
     ),
@@ -63,7 +63,7 @@ def _mapping(tp: int, sp: bool) -> list[str]:
 # of these models sequence parallelism changes what is summed, or where
 REPLICATED = (
     "deepseek", "biases, tied head", "gpt2", "one group", "norm of all heads", "other heads in windows",
-    "two groups, biases", "sparsemixer, biases of attention and logits",
+    "two groups, biases", "biases of attention and logits",
 )  # fmt: skip
 
 

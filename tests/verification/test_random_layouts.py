@@ -44,7 +44,8 @@ NOT_DRAWN = set(
     apply_residual_connection_post_layernorm qk_layernorm_all_heads qk_layernorm_after_rope qk_l2_norm
     qk_l2_norm_rope_layers_only squared_relu quick_geglu enable_hyper_connections add_qkv_bias add_attention_output_bias
     add_output_layer_bias attention_value_scale mtp_hybrid_override_pattern moe_apply_probs_on_input
-    moe_router_sparsemixer_jitter attention_multiplier
+    moe_router_sparsemixer_jitter
+    attention_multiplier
     """.split()
 )
 """Flags that change the function and that tests of layers and mappings choose, instead of draws or more than these."""

@@ -27,9 +27,7 @@ ALLGATHER = DispatcherDeclaration(
             DispatcherCapability.WGRAD_OVERLAP: NoEffect("the allgather dispatcher gathers in one call"),
             DispatcherCapability.PERMUTATION_KERNELS: True,
             DispatcherCapability.NUM_SMS: NoEffect(WITHOUT_KERNELS),
-            DispatcherCapability.PREPROCESS_GRAPH: NoEffect(
-                "the allgather dispatcher gathers the tokens of all ranks before it orders them"
-            ),
+            DispatcherCapability.PREPROCESS_GRAPH: True,
             DispatcherCapability.PADDED_GRAPH: True,
             DispatcherCapability.DROPLESS_GRAPH: Rejected(NO_RANK_CAPACITY),
         }

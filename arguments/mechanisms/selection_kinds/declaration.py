@@ -108,6 +108,8 @@ class SelectionDeclaration(Mechanism[SelectionCapability]):
         has_rules: arguments/rules/<key>.py says what else it needs.
         lists_limits: rules of its topic list what it rejects, in words that say more.
         draws: destinations of its flags, with the values that random tests draw from.
+        saves: what its choice and weights save for backward, given tokens, experts and top-k: name, shape, and bytes of
+            an element, None of a score. None: what top-k saves.
         split: how its experts divide what a dense layer computes; None if each makes the full output.
     """
 
@@ -129,6 +131,7 @@ class SelectionDeclaration(Mechanism[SelectionCapability]):
     has_rules: bool = False
     lists_limits: bool = False
     draws: tuple[tuple[str, tuple], ...] = ()
+    saves: Callable[[int, int, int], tuple[tuple[str, tuple[int, ...], int | None], ...]] | None = None
     split: ExpertSplit | None = None
 
     def __post_init__(self):

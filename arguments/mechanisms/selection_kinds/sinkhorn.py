@@ -16,6 +16,7 @@ SINKHORN = SelectionDeclaration(
     asked=lambda moe: balancing_kinds(moe) == (KIND,),
     balancing=KIND,
     learns_from_one=True,
+    saves=lambda tokens, experts, _: (("scores", (tokens, experts), None), ("map", (tokens, experts), 1)),
     counts="rank",
     counts_because="sinkhorn balances the tokens of one rank",
     capabilities=MappingProxyType(

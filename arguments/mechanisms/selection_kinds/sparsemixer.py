@@ -13,6 +13,11 @@ SPARSEMIXER = SelectionDeclaration(
     mention="{moe_router_sparsemixer_jitter:flag}",
     asked=lambda moe: moe.moe_router_sparsemixer_jitter is not None,
     has_rules=True,
+    saves=lambda tokens, experts, topk: (  # a softmax of each choice, and what it leaves out
+        ("indices", (tokens, topk), 8),
+        ("scores", (topk, tokens, experts), None),
+        ("masks", (topk, tokens, experts), 1),
+    ),
     asked_by=SelectionCapability.SPARSEMIXER,
     capabilities=MappingProxyType(
         {

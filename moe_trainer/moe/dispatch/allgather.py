@@ -60,7 +60,6 @@ class AllGatherDispatcher(TokenDispatcher):
     """Gather all tokens of the expert group, select those of the local experts, reduce-scatter the results."""
 
     declaration = ALLGATHER
-    uses_known_counts = True
 
     def __init__(self, ps: ParallelState, permutation: Permutation):
         self.permutation = permutation

@@ -102,7 +102,6 @@ class AllToAllDispatcher(TokenDispatcher):
     """Sort by expert, exchange tokens over ep, gather them over etp, sort what arrived by local expert."""
 
     declaration = ALLTOALL
-    uses_known_counts = True
     fixed_buffer_problem = None
 
     def __init__(self, ps: ParallelState, permutation: Permutation, mxfp8: Mxfp8Transport = HIGH_PRECISION):

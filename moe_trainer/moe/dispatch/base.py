@@ -147,9 +147,13 @@ class TokenDispatcher(ABC):
     """Base of all dispatchers; holds constants only."""
 
     declaration: ClassVar[DispatcherDeclaration]
-    uses_known_counts = False  # with known counts dispatch_preprocess waits for nothing and returns tensors only
     # why it cannot receive into a buffer of a given size, without counts on the host; None if it can
     fixed_buffer_problem: str | None = "the dispatcher receives buffers of the size of what arrives"
+
+    @property
+    def uses_known_counts(self) -> bool:
+        """Whether dispatch_preprocess, with known counts, waits for nothing and returns tensors only."""
+        return self.declaration.supports(DispatcherCapability.PREPROCESS_GRAPH)
 
     @property
     def supports_routing_padding(self) -> bool:

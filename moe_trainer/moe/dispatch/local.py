@@ -39,7 +39,6 @@ class LocalDispatcher(TokenDispatcher):
     """Sort the local tokens by expert (stable); sum their results."""
 
     declaration = LOCAL
-    uses_known_counts = True
     fixed_buffer_problem = None
 
     def __init__(self, permutation: Permutation, mxfp8: Mxfp8Transport = HIGH_PRECISION):

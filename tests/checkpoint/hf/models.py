@@ -635,9 +635,15 @@ def batch(seed=3):
     return tokens[:, :-1], tokens[:, 1:], torch.arange(SEQ).expand(2, SEQ)
 
 
+DRAW_EXPERTS = [
+    "phimoe",
+]
+"""Model types that draw experts at random in training."""
+
+
 def train(model):
-    """Set the mode in which transformers trains; Phi-3.5-MoE would draw experts at random."""
-    return model.train(model.config.model_type != "phimoe")
+    """Set the mode in which transformers trains, without a random choice of experts."""
+    return model.train(model.config.model_type not in DRAW_EXPERTS)
 
 
 def compute_logits(model, tokens_BS):

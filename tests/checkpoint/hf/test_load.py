@@ -77,7 +77,10 @@ def test_hf_folder_gives_transformers_logits_loss_and_gradients(name, tmp_path, 
         for key, param in theirs.named_parameters()
         if not key.endswith(("correction_bias", "expert_bias"))  # ERNIE, AFMoE: parameters that are not trained
     }
-    if name in ("aria_text", "phimoe"):
+    if name in (
+        "aria_text",
+        "phimoe",
+    ):
         gradients = {key.replace(".mlp.router.", ".mlp.gate."): grad for key, grad in gradients.items()}
     for key, grad in gradients.items():
         if name in ("llama4_text", "aria_text") and ".experts." in key:  # inputs x outputs
