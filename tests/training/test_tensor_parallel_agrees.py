@@ -38,8 +38,9 @@ MODELS = {
     ),
     "biases of attention and logits": (
         "plain",
-        "--moe-router-sparsemixer-jitter 0.2 --add-qkv-bias --add-attention-output-bias --add-output-layer-bias",
+        "--add-qkv-bias --add-attention-output-bias --add-output-layer-bias",
     ),
+    "sparsemixer": ("plain", "--moe-router-sparsemixer-jitter 0.2"),
     "bias of tied logits, MTP": ("per-token loss, MTP, distributed optimizer", "--add-output-layer-bias"),
     "deepseek without a query latent": ("deepseek", "--mtp-use-repeated-layer --mtp-num-layers 2"),
 }
