@@ -5,12 +5,18 @@ the help text. schema.py turns fields into options.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from arguments.flag_properties import MAX_MINUTES
+from arguments.mechanisms.schedules import NAMES, get_schedule
 from arguments.mechanisms.sharding_kinds.declaration import ShardingCapability
 from arguments.mechanisms.shardings import get_sharding, needs_support
 from arguments.schema import flag
+
+if TYPE_CHECKING:
+    ScheduleName = str
+else:
+    ScheduleName = Literal[NAMES]
 
 
 def sequence_padding_multiple(cp: int, tp: int, by_tensor_ranks: bool) -> int:
@@ -103,9 +109,7 @@ class ParallelArgs:
         None, "--microbatch-group-size-per-virtual-pipeline-stage", needs=_VIRTUAL_STAGES, role="mapping"
     )
     """Number of consecutive microbatches that a virtual stage runs. Unset: the pipeline size."""
-    pipeline_schedule: Literal["1f1b", "interleaved", "zero-bubble"] | None = flag(
-        None, needs="pipeline_model_parallel_size", role="mapping"
-    )
+    pipeline_schedule: ScheduleName | None = flag(None, needs="pipeline_model_parallel_size", role="mapping")
     """Order of forward and backward passes over the stages. Unset: 1f1b, or interleaved with virtual stages.
     zero-bubble computes weight gradients separately, where a stage would wait; in half precision those of a microbatch
     are then rounded before they are added up, so that results differ by roundings."""
@@ -397,7 +401,7 @@ class ParallelArgs:
     @property
     def has_deferred_wgrad(self) -> bool:
         """Whether the weight gradients of all layers are computed after their backward (parallel/weight_grads.py)."""
-        return self.pipeline_schedule == "zero-bubble" or self.has_wgrad_in_ep_overlap
+        return get_schedule(self).splits_backward or self.has_wgrad_in_ep_overlap
 
     @property
     def has_deferred_head_wgrad(self) -> bool:

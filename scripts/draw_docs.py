@@ -32,6 +32,8 @@ from arguments.mechanisms.optimizers import OPTIMIZERS
 from arguments.mechanisms.placement_kinds.declaration import PlacementCapability
 from arguments.mechanisms.placements import PLACEMENTS
 from arguments.mechanisms.recomputed_modules import RECOMPUTED_MODULES, RecomputeCapability
+from arguments.mechanisms.schedule_kinds.declaration import ScheduleCapability, ScheduleDeclaration
+from arguments.mechanisms.schedules import INTERLEAVED, ONE_F_ONE_B, SCHEDULES, ZERO_BUBBLE
 from arguments.mechanisms.selection_kinds.declaration import SelectionCapability
 from arguments.mechanisms.selections import SELECTIONS
 from arguments.mechanisms.sharding_kinds.declaration import ShardingCapability
@@ -63,7 +65,7 @@ from moe_trainer.estimate.search import search
 from moe_trainer.estimate.search_pictures import search_picture
 from moe_trainer.metrics.profile_trace import RankTrace, trace_figure
 from moe_trainer.parallel.grid import make_layout
-from moe_trainer.pipeline.orders import make_orders
+from moe_trainer.pipeline.orders import ScheduleKind
 from moe_trainer.pipeline.simulate import UniformCosts
 from moe_trainer.verification.comparison import ComparisonRow
 from moe_trainer.verification.mapping import NAMES
@@ -79,11 +81,11 @@ PLAN = (
 )
 
 
-def pipeline(kind: str, num_chunks: int, caption: str) -> str:
+def pipeline(schedule: ScheduleDeclaration, num_chunks: int, caption: str) -> str:
     """Draw when each of four ranks computes what, eight microbatches, from the program's own orders."""
     share = 1.0 / num_chunks
-    costs = UniformCosts(forward=share, backward=share if kind == "zero-bubble" else 2 * share, weight=share)
-    stages = schedule_spans(make_orders(kind, 4, num_chunks, 8), num_chunks, costs)
+    costs = UniformCosts(forward=share, backward=share if schedule.splits_backward else 2 * share, weight=share)
+    stages = schedule_spans(ScheduleKind(schedule, num_chunks).orders(4, 8), num_chunks, costs)
     return pipeline_timeline(caption, f"{caption}: {idle_share(stages):.0%} of the time is bubble", stages)
 
 
@@ -255,6 +257,7 @@ KINDS = (
     Kind("Optimizers", OPTIMIZERS, OptimizerCapability),
     Kind("Formats of quantized GEMMs", QUANTIZED, FormatCapability),
     Kind("Shardings of data-parallel ranks", SHARDINGS, ShardingCapability),
+    Kind("Pipeline schedules", SCHEDULES, ScheduleCapability),
     Kind("Recomputed modules", RECOMPUTED_MODULES, RecomputeCapability),
     Kind("Offloaded modules", OFFLOADED_MODULES, OffloadCapability),
     Kind("Modules in CUDA graphs", CAPTURED_MODULES, GraphCapability),
@@ -334,9 +337,9 @@ PICTURES: dict[str, Callable[[], str]] = {
     "proof_pairs": proof_pairs,
     "profile": profile,
     "expert_heatmap": heat_map,
-    "pipeline_1f1b": lambda: pipeline("1f1b", 1, "1F1B"),
-    "pipeline_interleaved": lambda: pipeline("interleaved", 2, "Interleaved, two chunks per rank"),
-    "pipeline_zero_bubble": lambda: pipeline("zero-bubble", 1, "Zero bubble (ZB-H1)"),
+    "pipeline_1f1b": lambda: pipeline(ONE_F_ONE_B, 1, "1F1B"),
+    "pipeline_interleaved": lambda: pipeline(INTERLEAVED, 2, "Interleaved, two chunks per rank"),
+    "pipeline_zero_bubble": lambda: pipeline(ZERO_BUBBLE, 1, "Zero bubble (ZB-H1)"),
 }
 
 

@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from arguments.mechanisms.formats import FLAGS
 from arguments.mechanisms.optimizer_kinds.declaration import OptimizerCapability
 from arguments.mechanisms.optimizers import OPTIMIZERS, get_optimizer
+from arguments.mechanisms.schedule_kinds.declaration import ScheduleCapability
+from arguments.mechanisms.schedules import SCHEDULES, asked_schedule
 from arguments.mechanisms.sharding_kinds.declaration import ShardingCapability
 from arguments.mechanisms.shardings import asked_for, get_sharding, rejected_shardings, rejections, wrapped
-from arguments.mechanisms.support import keys_with
+from arguments.mechanisms.support import keys_with, rejecting
 from arguments.rules.derived_sizes import DerivedSizes
 from arguments.settings import Limit, Settings, Violation
 
@@ -221,9 +223,10 @@ def check_torch_fsdp(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
 
 def limit_fsdp_deferred_wgrad(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     """Parameters are sharded again when deferred weight gradients are computed (parallel/fsdp.py)."""
+    asked = asked_schedule(s)
     for parent, is_sharded in rejections(s, ShardingCapability.DEFERRED_WGRAD):
         for flag, is_deferred in (
-            ("{pipeline_schedule:flag} zero-bubble", s.pipeline_schedule == "zero-bubble"),
+            *((each.mention, each is asked) for each, _ in rejecting(SCHEDULES, ScheduleCapability.SHARDED_GRADS)),
             ("{defer_embedding_wgrad_compute:flag}", s.defer_embedding_wgrad_compute),
         ):
             yield Limit(

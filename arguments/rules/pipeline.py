@@ -2,6 +2,9 @@
 
 from collections.abc import Iterator
 
+from arguments.mechanisms.schedule_kinds.declaration import ScheduleCapability
+from arguments.mechanisms.schedules import SCHEDULES, asked_schedule
+from arguments.mechanisms.support import keys_with, rejecting
 from arguments.megatron_differences import middle_layers_per_rank
 from arguments.rules.derived_sizes import DerivedSizes, divides, positive, quotient, uneven_ends
 from arguments.rules.layout_grammar import problems, read_layout
@@ -229,22 +232,28 @@ def check_microbatch_groups(s: Settings, f: DerivedSizes) -> Iterator[Violation]
 
 
 def limit_pipeline_schedule(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
-    for cause in (LAYOUT, VIRTUAL, PER_VIRTUAL):
+    asked, virtual = asked_schedule(s), ScheduleCapability.VIRTUAL_STAGES
+    for schedule, _ in rejecting(SCHEDULES, virtual):
+        for cause in (LAYOUT, VIRTUAL, PER_VIRTUAL):
+            yield Limit(
+                schedule is asked and f.vpp is not None and getattr(s, cause) is not None,
+                f"{schedule.mention} cannot run the virtual stages that {{}} makes; choose "
+                f"{' or '.join(keys_with(SCHEDULES, virtual))}.",
+                (cause,),
+            )
+    for schedule in (each for each in SCHEDULES if each.needs_virtual_stages):
         yield Limit(
-            s.pipeline_schedule == "1f1b" and f.vpp is not None and getattr(s, cause) is not None,
-            "{pipeline_schedule:flag} 1f1b cannot run the virtual stages that {} makes; choose interleaved or "
-            "zero-bubble.",
-            (cause,),
+            schedule is asked and f.vpp is None,
+            f"{schedule.mention} needs virtual stages: {{num_virtual_stages_per_pipeline_rank:flag}} above 1, "
+            "--num-layers-per-virtual-pipeline-stage or --pipeline-model-parallel-layout.",
         )
-    yield Limit(
-        s.pipeline_schedule == "interleaved" and f.vpp is None,
-        "{pipeline_schedule:flag} interleaved needs virtual stages: {num_virtual_stages_per_pipeline_rank:flag} above "
-        "1, --num-layers-per-virtual-pipeline-stage or --pipeline-model-parallel-layout.",
-    )
-    for other in ("overlap_moe_expert_parallel_comm", "overlap_dispatch_backward_with_experts_wgrad"):
-        yield Limit(
-            s.pipeline_schedule == "zero-bubble" and getattr(s, other),
-            "{pipeline_schedule:flag} zero-bubble cannot be combined with {:flag}: both decide when weight gradients "
-            "are computed.",
-            (other,),
-        )
+    for other, capability in (
+        ("overlap_moe_expert_parallel_comm", ScheduleCapability.EXCHANGE_OVERLAP),
+        ("overlap_dispatch_backward_with_experts_wgrad", ScheduleCapability.WGRAD_OVERLAP),
+    ):
+        for schedule, rejected in rejecting(SCHEDULES, capability):
+            yield Limit(
+                schedule is asked and getattr(s, other),
+                f"{schedule.mention} cannot be combined with {{:flag}}: {rejected.reason}.",
+                (other,),
+            )

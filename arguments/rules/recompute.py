@@ -16,8 +16,10 @@ from arguments.mechanisms.optimizers import get_optimizer
 from arguments.mechanisms.placement_kinds.declaration import PlacementCapability
 from arguments.mechanisms.placements import rejected_placements
 from arguments.mechanisms.recomputed_modules import RECOMPUTED_MODULES, RecomputeCapability
+from arguments.mechanisms.schedule_kinds.declaration import ScheduleCapability
+from arguments.mechanisms.schedules import SCHEDULES, asked_schedule
 from arguments.mechanisms.sublayers import VARIANT, variant_of
-from arguments.mechanisms.support import keys_rejecting, keys_with
+from arguments.mechanisms.support import keys_rejecting, keys_with, rejecting
 from arguments.mtp import mtp_letters
 from arguments.needs import name_of
 from arguments.rules.derived_sizes import DerivedSizes, as_list, positive
@@ -210,10 +212,11 @@ def limit_mlp_chunks(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
             f"{{mlp_chunks_for_training}} cannot be combined with {{:shown}}: {reason}.",
             (dest,),
         )
-    yield Limit(
-        is_chunked and s.pipeline_schedule == "zero-bubble",
-        f"{{mlp_chunks_for_training}} cannot be combined with {{pipeline_schedule:flag}} zero-bubble: {deferred}.",
-    )
+    for schedule, rejected in rejecting(SCHEDULES, ScheduleCapability.MLP_CHUNKS):
+        yield Limit(
+            is_chunked and schedule is asked_schedule(s),
+            f"{{mlp_chunks_for_training}} cannot be combined with {schedule.mention}: {rejected.reason}.",
+        )
     *others, last = keys_rejecting(OFFLOADED_MODULES, OffloadCapability.MLP_CHUNKS)
     yield Limit(
         is_chunked and s.fine_grained_activation_offloading and {*others, last} & set(as_list(s.offload_modules)),

@@ -47,6 +47,7 @@ from arguments.layer_pattern import (
 from arguments.mechanisms.dispatchers import get_dispatcher
 from arguments.mechanisms.format_kinds.eight_bit import OUTPUT_LAYER
 from arguments.mechanisms.placements import get_placement
+from arguments.mechanisms.schedules import get_schedule
 from arguments.mechanisms.selections import PROJECTIONS
 from arguments.mechanisms.shardings import get_sharding
 from arguments.mechanisms.sublayers import variant_of
@@ -408,7 +409,7 @@ def _stage(
     held = params.stage(chunks)
     saved = [sizes.of(chunk) for chunk in chunks]
     on_device = [sum(count for (_, on_host), count in each.items() if not on_host) for each in saved]
-    apart = args.parallel.pipeline_schedule == "zero-bubble"
+    apart = get_schedule(args.parallel).splits_backward
     counts = peak_inflight_microbatches(order, on_device, WEIGHT if apart else BACKWARD)
     modules: defaultdict[str, float] = defaultdict(int)
     host = state.host

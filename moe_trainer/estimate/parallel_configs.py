@@ -21,6 +21,8 @@ from arguments.mechanisms import formats
 from arguments.mechanisms.dispatchers import ALLTOALL, BACKENDS, SELECTING_FLAGS, DispatcherDeclaration
 from arguments.mechanisms.format_kinds.declaration import FormatCapability
 from arguments.mechanisms.formats import BF16, FP16, QUANTIZED, quantized_format
+from arguments.mechanisms.schedule_kinds.declaration import PIPELINE_SCHEDULE
+from arguments.mechanisms.schedules import default_schedule
 
 if TYPE_CHECKING:
     from arguments import Arguments
@@ -36,10 +38,10 @@ REPLACED = (
     | LAYOUT
     | frozenset(
         "tensor_model_parallel_size context_parallel_size expert_model_parallel_size expert_tensor_parallel_size "
-        "sequence_parallel pipeline_schedule micro_batch_size overlap_moe_expert_parallel_comm "
+        "sequence_parallel micro_batch_size overlap_moe_expert_parallel_comm "
         "delay_wgrad_compute".split()
     )
-    | frozenset(SELECTING_FLAGS)
+    | frozenset((PIPELINE_SCHEDULE, *SELECTING_FLAGS))
 )
 """Flags whose values a search chooses."""
 SEARCHED = REPLACED | frozenset(
@@ -98,8 +100,8 @@ class ParallelConfig:
         words += ["--pipeline-model-parallel-size", self.pp, "--expert-model-parallel-size", self.ep]
         words += ["--sequence-parallel"] if self.tp > 1 else []
         words += ["--pipeline-model-parallel-layout", layout] if self.pp > 1 or not preset.isdisjoint(STAGES) else []
-        if "pipeline_schedule" in preset:
-            words += ["--pipeline-schedule", "interleaved" if self.vpp > 1 else "1f1b"]
+        if PIPELINE_SCHEDULE in preset:
+            words += ["--pipeline-schedule", default_schedule(self.vpp).key]
         if "microbatch_group_size_per_vp_stage" in preset:
             words += ["--microbatch-group-size-per-virtual-pipeline-stage", self.pp]
         words += ["--micro-batch-size", self.mbs]
@@ -125,6 +127,7 @@ class ParallelConfig:
             expert_tensor_parallel_size=self.etp,
             sequence_parallel=self.tp > 1,
             pipeline_model_parallel_layout=layout if self.pp > 1 else None,
+            pipeline_schedule=None,
             microbatch_group_size_per_vp_stage=self.pp,
             overlap_p2p_comm=self.vpp > 1,
             overlap_moe_expert_parallel_comm=self.overlap,

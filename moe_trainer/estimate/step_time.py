@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Literal
 
 from arguments.layer_pattern import mtp_layer_pattern
+from arguments.mechanisms.schedules import get_schedule
 from arguments.mechanisms.shardings import get_sharding
 from arguments.stage_layout import ChunkLayout, chunk_layouts, parallel_sizes
 from moe_trainer.estimate.corrections import correction
@@ -226,7 +227,7 @@ def action_times(
     if pp > 1 and not parallel.overlap_p2p_comm:
         width = args.model.hidden_size * (args.model.num_residual_streams if args.model.enable_hyper_connections else 1)
         message = Interconnect(hardware).message(sizes.rows * width * sizes.size, world_size // pp)
-    has_wgrad_actions = parallel.pipeline_schedule == "zero-bubble"
+    has_wgrad_actions = get_schedule(parallel).splits_backward
     return ActionTimes(passes, message, exchange_slowdown(args, hardware), has_wgrad_actions, head_wgrad)
 
 

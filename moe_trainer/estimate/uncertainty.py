@@ -27,6 +27,8 @@ from typing import TYPE_CHECKING, cast
 from arguments.layer_pattern import uses_window
 from arguments.mechanisms.dispatchers import SELECTABLE, DispatcherDeclaration, get_dispatcher
 from arguments.mechanisms.formats import FLAGS
+from arguments.mechanisms.schedule_kinds.declaration import ScheduleDeclaration
+from arguments.mechanisms.schedules import SCHEDULES, get_schedule
 from arguments.mechanisms.shardings import get_sharding
 from arguments.mechanisms.sublayers import variant_of
 from moe_trainer.estimate.corrections import (
@@ -144,6 +146,14 @@ def _unmeasured_widths() -> Features:
     return {f"{each.name} GEMMs": partial(_has_gemms, each.name) for each in FLAGS if not each.is_measured}
 
 
+def _has_schedule(schedule: ScheduleDeclaration, plan: Plan) -> bool:
+    return get_schedule(plan.args.parallel) is schedule
+
+
+def _unmeasured_schedules() -> Features:
+    return {f"the {each.key} schedule": partial(_has_schedule, each) for each in SCHEDULES if not each.is_measured}
+
+
 _FARTHER: Features = MappingProxyType(_exchanges_farther())
 
 UNTESTED_FEATURES: Features = MappingProxyType(
@@ -162,7 +172,7 @@ UNTESTED_FEATURES: Features = MappingProxyType(
         **_unmeasured_dispatchers(),
         **_FARTHER,
         "fully sharded data parallelism": lambda plan: not get_sharding(plan.args.parallel).is_measured,
-        "the zero-bubble schedule": lambda plan: plan.args.parallel.pipeline_schedule == "zero-bubble",
+        **_unmeasured_schedules(),
         "attention without a fused kernel": lambda plan: plan.args.model.attention_backend in ("unfused", "local"),
         "full recompute": lambda plan: plan.args.training.recompute_granularity == "full",
         "activations offloaded to the host": lambda plan: bool(plan.args.training.offloaded_modules),

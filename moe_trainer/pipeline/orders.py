@@ -11,17 +11,29 @@ docs/design/pipeline.md says why torch.distributed.pipelining is not used.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
+from arguments.mechanisms.schedule_kinds.declaration import ScheduleDeclaration
+from arguments.mechanisms.schedules import INTERLEAVED, ONE_F_ONE_B, ZERO_BUBBLE, get_schedule
 from arguments.parallel import ParallelArgs
 from moe_trainer.pipeline.simulate import BACKWARD, FORWARD, WEIGHT, Action, Order, Pair, step_actions
 
 
 @dataclass(frozen=True)
 class ScheduleKind:
-    """What determines the orders of a pipeline: see make_orders."""
+    """What determines the orders of a pipeline.
 
-    name: str = "1f1b"
+    Attributes:
+        num_chunks: chunks of the model on a rank.
+        group_size: consecutive microbatches per virtual stage; None for the number of ranks.
+        pairs: run forwards and backwards in pairs (--overlap-moe-expert-parallel-comm).
+        head_lag: microbatches by which the output layer's weight gradient is deferred, in the last chunk; 0 defers all,
+            None none.
+    """
+
+    schedule: ScheduleDeclaration = ONE_F_ONE_B
     num_chunks: int = 1
     group_size: int | None = None
     pairs: bool = False
@@ -31,7 +43,7 @@ class ScheduleKind:
     def of_flags(cls, parallel: ParallelArgs, num_chunks: int) -> ScheduleKind:
         """Return the kind that the flags select for ranks with so many chunks."""
         return cls(
-            parallel.pipeline_schedule or ("1f1b" if num_chunks == 1 else "interleaved"),
+            get_schedule(parallel, num_chunks),
             num_chunks,
             parallel.microbatch_group_size_per_vp_stage,
             parallel.overlap_moe_expert_parallel_comm,
@@ -41,53 +53,18 @@ class ScheduleKind:
     @property
     def has_wgrad_actions(self) -> bool:
         """Whether W actions compute deferred weight gradients; otherwise the end of the backward does."""
-        return self.name == "zero-bubble" or self.head_lag is not None
+        return self.schedule.splits_backward or self.head_lag is not None
 
     def orders(self, num_ranks: int, num_microbatches: int) -> list[Order]:
         """Return the actions of every rank."""
-        return make_orders(
-            self.name,
-            num_ranks,
-            self.num_chunks,
-            num_microbatches,
-            group_size=self.group_size,
-            pairs=self.pairs,
-            head_lag=self.head_lag,
-        )
+        make_order = ORDERS[self.schedule.key]
+        orders = [make_order(self, rank, num_ranks, num_microbatches) for rank in range(num_ranks)]
+        if self.head_lag is not None:
+            orders[-1] = split_backward(orders[-1], self.head_lag or None, self.num_chunks - 1)
+        return orders
 
 
-def make_orders(
-    kind: str,
-    num_ranks: int,
-    num_chunks: int,
-    num_microbatches: int,
-    *,
-    group_size: int | None = None,
-    pairs: bool = False,
-    head_lag: int | None = None,
-) -> list[Order]:
-    """Return the actions of every rank, for kind "1f1b", "interleaved" or "zero-bubble".
-
-    * group_size: consecutive microbatches per virtual stage; default: the number of ranks.
-    * pairs: run forwards and backwards in pairs (--overlap-moe-expert-parallel-comm).
-    * head_lag: microbatches by which the output layer's weight gradient is deferred, in the last chunk; 0 defers all.
-    """
-    if num_chunks == 1:
-        orders = [one_f_one_b_order(rank, num_ranks, num_microbatches, pairs) for rank in range(num_ranks)]
-    else:
-        group_size = group_size or num_ranks
-        orders = [
-            interleaved_order(rank, num_ranks, num_chunks, num_microbatches, group_size, pairs)
-            for rank in range(num_ranks)
-        ]
-    if kind == "zero-bubble":
-        return [split_backward(order, rank) for rank, order in enumerate(orders)]
-    if head_lag is not None:
-        orders[-1] = split_backward(orders[-1], head_lag or None, num_chunks - 1)
-    return orders
-
-
-def one_f_one_b_order(rank: int, num_ranks: int, num_microbatches: int, pairs: bool = False) -> Order:
+def one_f_one_b_order(kind: ScheduleKind, rank: int, num_ranks: int, num_microbatches: int) -> Order:
     """Return one rank's 1F1B order.
 
     The warm-up has as many forwards as there are later stages, so a rank holds the activations of at most
@@ -95,18 +72,17 @@ def one_f_one_b_order(rank: int, num_ranks: int, num_microbatches: int, pairs: b
     """
     forwards = [Action(FORWARD, 0, index) for index in range(num_microbatches)]
     backwards = [Action(BACKWARD, 0, index) for index in range(num_microbatches)]
-    return _alternate(forwards, backwards, num_ranks - rank - 1, pairs)
+    return _alternate(forwards, backwards, num_ranks - rank - 1, kind.pairs)
 
 
-def interleaved_order(
-    rank: int, num_ranks: int, num_chunks: int, num_microbatches: int, group_size: int, pairs: bool = False
-) -> Order:
+def interleaved_order(kind: ScheduleKind, rank: int, num_ranks: int, num_microbatches: int) -> Order:
     """Return one rank's interleaved 1F1B order.
 
     A group of microbatches (--microbatch-group-size-per-virtual-pipeline-stage; the last one may be smaller) runs
     through the rank's first chunk, then through its second, and so on, before the next group starts. Backwards take the
     same groups with the chunks reversed. The bubble shrinks by the number of chunks, for as many times the messages.
     """
+    num_chunks, group_size = kind.num_chunks, kind.group_size or num_ranks
     table = [
         (chunk, microbatch)
         for start in range(0, num_microbatches, group_size)
@@ -115,7 +91,13 @@ def interleaved_order(
     ]
     forwards = [Action(FORWARD, chunk, microbatch) for chunk, microbatch in table]
     backwards = [Action(BACKWARD, num_chunks - 1 - chunk, microbatch) for chunk, microbatch in table]
-    return _alternate(forwards, backwards, 2 * (num_ranks - rank - 1) + (num_chunks - 1) * group_size, pairs)
+    return _alternate(forwards, backwards, 2 * (num_ranks - rank - 1) + (num_chunks - 1) * group_size, kind.pairs)
+
+
+def zero_bubble_order(kind: ScheduleKind, rank: int, num_ranks: int, num_microbatches: int) -> Order:
+    """Return one rank's order of ZB-H1: that of 1F1B or of the virtual stages, with separate weight gradients."""
+    make_order = one_f_one_b_order if kind.num_chunks == 1 else interleaved_order
+    return split_backward(make_order(kind, rank, num_ranks, num_microbatches), rank)
 
 
 def _alternate(forwards: list[Action], backwards: list[Action], warmup: int, pairs: bool) -> Order:
@@ -150,3 +132,13 @@ def split_backward(order: Order, lag: int | None, chunk: int | None = None) -> O
                 if lag is not None and len(deferred) > lag:
                     split.append(deferred.pop(0))
     return (*split, *deferred)
+
+
+ORDERS: Mapping[str, Callable[[ScheduleKind, int, int, int], Order]] = MappingProxyType(
+    {
+        ONE_F_ONE_B.key: one_f_one_b_order,
+        INTERLEAVED.key: interleaved_order,
+        ZERO_BUBBLE.key: zero_bubble_order,
+    }
+)
+"""Order of a rank by key of the schedule: from the kind, the rank, the number of ranks and that of microbatches."""

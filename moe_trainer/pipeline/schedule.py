@@ -117,8 +117,8 @@ class Schedule:
     Args:
         second: the ranks of pp on another communicator, for half of the overlapped messages.
         overlap: receive while computing.
-        queues: by local chunk, the queue of deferred weight gradients; "zero-bubble" and head_lag require them. With
-            head_lag the last chunk's queue holds the output layer's gradients only.
+        queues: by local chunk, the queue of deferred weight gradients; schedules that split backwards and head_lag
+            require them. With head_lag the last chunk's queue holds the output layer's gradients only.
         run_pair: runs the forward and the backward of a pair.
 
     Attributes:
@@ -136,15 +136,14 @@ class Schedule:
         queues: Mapping[int, WeightGradQueue] = MappingProxyType({}),
         run_pair: PairRunner = run_in_turn,
     ):
-        assert kind.name == "zero-bubble" or (kind.name == "interleaved") == (kind.num_chunks > 1), (
-            f"{kind.name} with {kind.num_chunks} chunks on a rank"
-        )
-        assert kind.name != "zero-bubble" or len(queues) == kind.num_chunks, "zero-bubble: every chunk needs a queue"
+        name, splits = kind.schedule.key, kind.schedule.splits_backward
+        assert kind.schedule.runs(kind.num_chunks), f"{name} with {kind.num_chunks} chunks on a rank"
+        assert not splits or len(queues) == kind.num_chunks, f"{name}: every chunk needs a queue"
         self.orders: Callable[[int], list[Order]] = functools.partial(kind.orders, pp.size)
         self.kind, self.pp, self.channels, self.device = kind, pp, (pp, second or pp), device
         self.overlap, self.queues, self.run_pair = overlap, queues, run_pair
         # for the simulation that orders messages
-        self._costs = UniformCosts(backward=1.0) if kind.name == "zero-bubble" else UniformCosts(weight=0.1)
+        self._costs = UniformCosts(backward=1.0) if splits else UniformCosts(weight=0.1)
         self._programs: dict[tuple[int, bool], list[Action | Pair | P2PBatch]] = {}
         self._is_connected = False
 

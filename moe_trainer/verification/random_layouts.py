@@ -25,6 +25,8 @@ from arguments.mechanisms.dispatchers import (
 )
 from arguments.mechanisms.optimizer_kinds.declaration import OptimizerCapability
 from arguments.mechanisms.optimizers import find_optimizer
+from arguments.mechanisms.schedule_kinds.declaration import PIPELINE_SCHEDULE
+from arguments.mechanisms.schedules import SCHEDULES
 from arguments.mechanisms.selection_kinds.declaration import (
     BALANCING,
     ExpertSplit,
@@ -414,8 +416,9 @@ def _stages(rng: random.Random, mapping: ParallelMapping, values: dict[str, Any]
     kind = rng.choice(("even", "even", "first", "account", "layout")) if pp > 1 else "even"
     if vpp > 1 and kind != "layout":
         options["num_virtual_stages_per_pipeline_rank"] = vpp
-    if pp > 1 and _chance(rng, 0.25):
-        options["pipeline_schedule"] = "zero-bubble"
+    for schedule in (each for each in SCHEDULES if each.is_drawn):
+        if pp > 1 and _chance(rng, 0.25):
+            options[PIPELINE_SCHEDULE] = schedule.key
     if kind == "first":
         options["decoder_first_pipeline_num_layers"] = 2 * vpp
         layers = 2 * vpp + vpp * (pp - 1)

@@ -20,6 +20,8 @@ from typing import Any
 from arguments.container import OPTIONS
 from arguments.flag_status import NOT_IMPLEMENTED
 from arguments.mechanisms.optimizers import get_optimizer
+from arguments.mechanisms.schedule_kinds.declaration import PIPELINE_SCHEDULE
+from arguments.mechanisms.schedules import asked_schedule
 from arguments.mechanisms.sublayers import variant_of
 from arguments.parse import resolve_command_line
 from arguments.rules.derived_sizes import as_list, derive_sizes
@@ -355,8 +357,9 @@ def _ranks(s: Settings, new: ParallelMapping, notes: list[str]) -> dict[str, Any
         values["overlap_p2p_comm"] = False
     if new.vpp > 1 and s.given("align_param_gather"):
         values["align_param_gather"] = s.align_param_gather
-    if s.pipeline_schedule is not None and new.pp > 1 and (new.vpp > 1 or s.pipeline_schedule != "interleaved"):
-        values["pipeline_schedule"] = s.pipeline_schedule
+    schedule = asked_schedule(s)
+    if schedule is not None and new.pp > 1 and schedule.runs(new.vpp):
+        values[PIPELINE_SCHEDULE] = schedule.key
     overlap = "overlap_moe_expert_parallel_comm"
     if s.values[overlap]:
         possible = new.ep > 1 and (new.pp == 1 or new.vpp > 1)

@@ -3,6 +3,7 @@
 import pytest
 from drawing.reading import assert_texts_are_apart, boxes, texts
 
+from arguments.mechanisms.schedules import BY_KEY
 from moe_trainer.commands import train_process
 from moe_trainer.drawing.pipeline_timeline import Span, Work, idle_share, pipeline_timeline
 from moe_trainer.estimate.dry_run import plan_of_flags
@@ -15,7 +16,7 @@ from moe_trainer.estimate.plan_pictures import (
 )
 from moe_trainer.estimate.step_time import PARTS, plan_actions
 from moe_trainer.estimate.uncertainty import error_bar
-from moe_trainer.pipeline.orders import make_orders
+from moe_trainer.pipeline.orders import ScheduleKind
 from moe_trainer.pipeline.simulate import UniformCosts, simulate_schedule
 
 LINE = (
@@ -56,7 +57,10 @@ def test_parts_of_the_step_add_up(plan):
     "kind, chunks, pairs", [("1f1b", 1, False), ("1f1b", 1, True), ("interleaved", 2, False), ("zero-bubble", 1, False)]
 )
 def test_spans_are_the_simulated_schedule(kind, chunks, pairs):
-    orders, costs = make_orders(kind, 4, chunks, 8, pairs=pairs), UniformCosts(forward=1, backward=2, weight=1)
+    orders, costs = (
+        ScheduleKind(BY_KEY[kind], chunks, pairs=pairs).orders(4, 8),
+        UniformCosts(forward=1, backward=2, weight=1),
+    )
     stages = schedule_spans(orders, chunks, costs)
     ends = simulate_schedule(orders, chunks, costs)
     makespan = max(max(each.values()) for each in ends)

@@ -19,6 +19,7 @@ from torch import nn
 from arguments import Arguments, parse_args
 from arguments.mechanisms.formats import NAMED_BY_LAYER
 from arguments.moe import MoEArgs
+from arguments.parallel import ParallelArgs
 from moe_trainer.backends import BackendPolicy
 from moe_trainer.launch_env import LaunchEnv
 from moe_trainer.layers import te, te_layers
@@ -280,9 +281,10 @@ def test_te_pipeline_trains_like_its_linears(name):
 
 
 @pytest.mark.gpu
-def test_te_pipeline_defers_weight_gradients():
-    """Plain experts of a schedule that defers, with weight gradients of the library's own queue."""
-    flags = "--pipeline-schedule zero-bubble --on-missing-backend fallback"
+def test_te_pipeline_defers_weight_gradients(monkeypatch):
+    """Plain experts that defer weight gradients, with those of the library's own queue."""
+    monkeypatch.setattr(ParallelArgs, "has_deferred_wgrad", True)  # as flags do with more stages
+    flags = "--on-missing-backend fallback"
     one, other = (
         train(parse_flags("transformer_engine", flags, more), 0, ParallelState.single(), 2, device=DEVICE)
         for more in ("", f"{PIPELINE} --moe-mlp-glu-interleave-size 32")

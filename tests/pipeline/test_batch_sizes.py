@@ -3,9 +3,10 @@
 import pytest
 
 from arguments import parse_args
+from arguments.mechanisms.schedules import SCHEDULES
 from moe_trainer.commands import train_process
 from moe_trainer.pipeline.batch_sizes import deadlocking_batch_sizes
-from moe_trainer.pipeline.orders import make_orders
+from moe_trainer.pipeline.orders import ScheduleKind
 from moe_trainer.pipeline.simulate import simulate_schedule
 from tests.arguments.test_tokens import TOY
 
@@ -42,8 +43,8 @@ def test_sizes_skipped_by_the_check_can_run():
     for ranks, chunks, group in ((2, 2, 3), (3, 2, 4), (4, 3, 4), (4, 2, 6)):
         for count in range(1, 4 * group):
             if not 0 < count % group < ranks:
-                for kind in ("interleaved", "zero-bubble"):
-                    simulate_schedule(make_orders(kind, ranks, chunks, count, group_size=group), chunks)
+                for schedule in (each for each in SCHEDULES if each.runs(chunks)):
+                    simulate_schedule(ScheduleKind(schedule, chunks, group).orders(ranks, count), chunks)
 
 
 def test_validate_only_reports_deadlocking_batch_sizes(capsys):

@@ -1,15 +1,14 @@
 """Schedule orders, simulated: they are complete, can run, never deadlock, and have the published bubbles."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
+from arguments.mechanisms.schedules import INTERLEAVED, ONE_F_ONE_B, ZERO_BUBBLE
 from arguments.parallel import ParallelArgs
 from moe_trainer.pipeline.orders import (
     ScheduleKind,
-    interleaved_order,
-    make_orders,
-    one_f_one_b_order,
     split_backward,
 )
 from moe_trainer.pipeline.p2p_program import Message, P2PBatch, channel, program
@@ -30,11 +29,11 @@ SPLIT = UniformCosts(1.0, 1.0, 1.0)
 
 
 def plain(pp, m, pairs=False):
-    return [one_f_one_b_order(rank, pp, m, pairs) for rank in range(pp)]
+    return ScheduleKind(pairs=pairs).orders(pp, m)
 
 
 def virtual(pp, vpp, m, group=None, pairs=False):
-    return [interleaved_order(rank, pp, vpp, m, group or pp, pairs) for rank in range(pp)]
+    return ScheduleKind(INTERLEAVED, vpp, group, pairs).orders(pp, m)
 
 
 def split(orders):
@@ -295,15 +294,23 @@ def test_order_that_cannot_run_is_rejected():
 
 
 def test_a_lag_of_zero_defers_all_weight_gradients_of_the_head():
-    last = make_orders("1f1b", 2, 1, 4, head_lag=0)[-1]
+    last, late = (ScheduleKind(head_lag=lag).orders(2, 4)[-1] for lag in (0, 1))
     assert [action.kind for action in last[-4:]] == [WEIGHT] * 4
-    assert [action.kind for action in make_orders("1f1b", 2, 1, 4, head_lag=1)[-1]] != [action.kind for action in last]
+    assert [action.kind for action in late] != [action.kind for action in last]
 
 
 def test_flags_select_the_kind_of_schedule():
-    assert ScheduleKind.of_flags(ParallelArgs(), 1) == ScheduleKind("1f1b")
-    assert ScheduleKind.of_flags(ParallelArgs(), 2) == ScheduleKind("interleaved", 2)
+    assert ScheduleKind.of_flags(ParallelArgs(), 1) == ScheduleKind(ONE_F_ONE_B)
+    assert ScheduleKind.of_flags(ParallelArgs(), 2) == ScheduleKind(INTERLEAVED, 2)
     late = ScheduleKind.of_flags(ParallelArgs(defer_embedding_wgrad_compute=True, wgrad_deferral_limit=3), 1)
-    assert late.has_wgrad_actions and late.orders(2, 4) == make_orders("1f1b", 2, 1, 4, head_lag=3)
-    zero_bubble = ScheduleKind.of_flags(ParallelArgs(pipeline_schedule="zero-bubble"), 1)
-    assert zero_bubble.has_wgrad_actions and zero_bubble.head_lag is None
+    assert late.has_wgrad_actions and late == ScheduleKind(head_lag=3)
+    zero_bubble = ParallelArgs(pipeline_schedule="zero-bubble", pipeline_model_parallel_size=2)
+    assert ScheduleKind.of_flags(zero_bubble, 1) == ScheduleKind(ZERO_BUBBLE)
+    assert ScheduleKind.of_flags(zero_bubble, 2).has_wgrad_actions
+    one_stage = replace(zero_bubble, pipeline_model_parallel_size=1)
+    assert ScheduleKind.of_flags(one_stage, 1) == ScheduleKind() and not one_stage.has_deferred_wgrad
+
+
+def test_zero_bubble_splits_the_backwards_of_the_other_orders():
+    assert ScheduleKind(ZERO_BUBBLE).orders(4, 7) == split(plain(4, 7))
+    assert ScheduleKind(ZERO_BUBBLE, 2, 6).orders(4, 11) == split(virtual(4, 2, 11, 6))

@@ -8,6 +8,7 @@ from harness import run_ranks
 from torch import nn
 from toy import Toy, build_training, compute_loss
 
+from arguments.mechanisms.schedules import BY_KEY
 from moe_trainer.parallel import p2p
 from moe_trainer.parallel.state import Group, ParallelState
 from moe_trainer.parallel.weight_grads import WeightGradQueue
@@ -76,7 +77,7 @@ def _run(rank, pp, kind, vpp, m, group_size, overlap):
     zero_bubble = kind == "zero-bubble"
     queues = {index: WeightGradQueue() for index in range(vpp)} if zero_bubble else {}
     chunks = [Chunk(index * pp + rank, queues.get(index)) for index in range(vpp)]
-    kind = ScheduleKind(kind, vpp, group_size)
+    kind = ScheduleKind(BY_KEY[kind], vpp, group_size)
     schedule = Schedule(kind, ps.pp, CPU, second=ps.pp_second, overlap=overlap, queues=queues)
     depth, reduced, totals = [0], [], {}
 

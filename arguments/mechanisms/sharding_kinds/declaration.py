@@ -23,7 +23,7 @@ class ShardingCapability(Enum):
     GRAD_BUFFER_REUSE = "`--reuse-grad-buf-for-mxfp8-param-ag`"
     MAIN_FORMATS = "`--main-params-dtype`, `--main-grads-dtype` other than fp32"
     FP32_SUMS = "`--ddp-param-name-patterns-for-fp32-local-accumulation`, `--ddp-reduce-scatter-with-fp32-accumulation`"
-    DEFERRED_WGRAD = "`--pipeline-schedule zero-bubble`, `--defer-embedding-wgrad-compute`"
+    DEFERRED_WGRAD = "a `--pipeline-schedule` that defers weight gradients, `--defer-embedding-wgrad-compute`"
     MODULE_GRAPHS = "`--cuda-graph-impl` other than full_iteration"
     FROZEN = "`--lora-dim`, `--freeze-backbone`, `--dsa-indexer-warmup`"
     QK_CLIP = "`--qk-clip`"
