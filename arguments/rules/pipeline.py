@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from arguments.mechanisms.schedule_kinds.declaration import ScheduleCapability
-from arguments.mechanisms.schedules import SCHEDULES, asked_schedule
+from arguments.mechanisms.schedules import SCHEDULES, asked_schedule, get_schedule
 from arguments.mechanisms.support import keys_with, rejecting
 from arguments.megatron_differences import middle_layers_per_rank
 from arguments.rules.derived_sizes import DerivedSizes, divides, positive, quotient, uneven_ends
@@ -33,6 +33,19 @@ def resolve_p2p_overlap(s: Settings, f: DerivedSizes) -> None:
 def resolve_mtp_standalone(s: Settings, f: DerivedSizes) -> None:
     if f.layout is not None and f.layout.mtp_standalone(f.pp):
         s.set_derived("mtp_standalone", True, "the layout puts MTP layers on another rank than the last one")
+
+
+def note_deferred_head(s: Settings, _f: DerivedSizes) -> None:
+    """Note where the weight gradient of the output layer is deferred with those of all layers."""
+    if not s.defer_embedding_wgrad_compute:
+        return
+    overlaps = ("delay_wgrad_compute", "overlap_dispatch_backward_with_experts_wgrad")
+    others = [s.flag(dest) for dest in overlaps if getattr(s, dest)]
+    if get_schedule(s).ignores(ScheduleCapability.HEAD_WGRAD):
+        others = [s.shown("pipeline_schedule")]
+    if others:
+        reason = f"{' and '.join(others)} defers the weight gradients of all layers"
+        s.note_no_effect(s.flag("defer_embedding_wgrad_compute"), reason)
 
 
 # Checks.
