@@ -32,7 +32,7 @@ OTHER = ImplementationDeclaration(
 """What is said of a value of --transformer-impl that this program rejects, in a command line or a checkpoint."""
 UNBUILT = ("inference_optimized",)
 """Values of --transformer-impl that Megatron-LM has and this program rejects."""
-NAMES = (*(each.key for each in IMPLEMENTATIONS), *UNBUILT)
+NAMES = tuple(each.key for each in IMPLEMENTATIONS) + UNBUILT
 """Values of --transformer-impl."""
 
 

@@ -1,5 +1,7 @@
 """Declarations of implementations of layers and of backends of attention: complete, equal to flags and modules."""
 
+import re
+
 import pytest
 import torch
 from structure.declared import leave_out
@@ -78,7 +80,8 @@ def test_kernel_of_torch_is_what_a_backend_declares(backend):
 def test_nothing_but_the_selecting_functions_reads_the_flags():
     sources = {path.relative_to(ROOT).as_posix(): path for path in source_files("arguments", "moe_trainer")}
     for dest, readers in READ_BY.items():
-        assert [name for name, path in sources.items() if f".{dest}" in path.read_text(encoding="utf-8")] == readers
+        read = re.compile(rf"\.{dest}\b")
+        assert [name for name, path in sources.items() if read.search(path.read_text(encoding="utf-8"))] == readers
 
 
 def test_declarations_leave_no_capability_out():

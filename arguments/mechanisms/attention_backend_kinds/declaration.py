@@ -1,9 +1,8 @@
 """What other code may ask of a backend of attention: the kernel of scores, mask, softmax and values."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
-from types import MappingProxyType
 
 from arguments.mechanisms.support import Mechanism, Support
 
@@ -19,11 +18,6 @@ class AttentionBackendCapability(Enum):
     FP32 = "parameters in fp32, in the local layers on a CUDA device"
 
 
-def only(switch: str) -> Mapping[str, str]:
-    """Return the environment in which TransformerEngine takes one kind of kernel."""
-    return MappingProxyType({each: str(int(each == switch)) for each in SWITCHES})
-
-
 @dataclass(frozen=True, kw_only=True)
 class AttentionBackendDeclaration(Mechanism[AttentionBackendCapability]):
     """Declaration of a backend of attention, on CUDA devices.
@@ -34,14 +28,14 @@ class AttentionBackendDeclaration(Mechanism[AttentionBackendCapability]):
         capabilities: for each whether it acts, or why not.
         stores_scores: the kernels are not fused: scores of all queries and keys are stored, probabilities are saved for
             backward, and keys and values are repeated for their queries.
-        switches: environment variables with which TransformerEngine takes it.
+        switch: of SWITCHES, the one of its kernels; None where all may be taken, or none.
     """
 
     key: str
     name: str
     capabilities: Mapping[AttentionBackendCapability, Support]
     stores_scores: bool = False
-    switches: Mapping[str, str] = field(default_factory=dict)
+    switch: str | None = None
 
     def __post_init__(self):
         self.check_declares_all(AttentionBackendCapability)
@@ -50,3 +44,8 @@ class AttentionBackendDeclaration(Mechanism[AttentionBackendCapability]):
     def mention(self) -> str:  # type: ignore[override]  # another attribute, read only
         """The flag that selects it, with its value, as a template of Settings.violation."""
         return f"{{{ATTENTION_BACKEND}:flag}} {self.key}"
+
+    @property
+    def switches(self) -> dict[str, str]:
+        """Environment variables with which TransformerEngine takes its kernels and no others."""
+        return {} if self.switch is None else {each: str(int(each == self.switch)) for each in SWITCHES}

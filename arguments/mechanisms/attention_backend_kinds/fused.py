@@ -5,7 +5,6 @@ from types import MappingProxyType
 from arguments.mechanisms.attention_backend_kinds.declaration import (
     AttentionBackendCapability,
     AttentionBackendDeclaration,
-    only,
 )
 from arguments.mechanisms.support import Rejected
 
@@ -14,7 +13,7 @@ _HALF = Rejected("its kernel takes bf16 and fp16, not fp32")
 FLASH = AttentionBackendDeclaration(
     key="flash",
     name="FlashAttention",
-    switches=only("NVTE_FLASH_ATTN"),
+    switch="NVTE_FLASH_ATTN",
     capabilities=MappingProxyType(
         {
             AttentionBackendCapability.LIBRARY: True,
@@ -25,7 +24,7 @@ FLASH = AttentionBackendDeclaration(
 FUSED = AttentionBackendDeclaration(
     key="fused",
     name="cuDNN",
-    switches=only("NVTE_FUSED_ATTN"),
+    switch="NVTE_FUSED_ATTN",
     capabilities=MappingProxyType(
         {
             AttentionBackendCapability.LIBRARY: True,

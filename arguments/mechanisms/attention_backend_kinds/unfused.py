@@ -5,7 +5,6 @@ from types import MappingProxyType
 from arguments.mechanisms.attention_backend_kinds.declaration import (
     AttentionBackendCapability,
     AttentionBackendDeclaration,
-    only,
 )
 from arguments.mechanisms.support import NoEffect
 
@@ -13,7 +12,7 @@ UNFUSED = AttentionBackendDeclaration(
     key="unfused",
     name="unfused",
     stores_scores=True,
-    switches=only("NVTE_UNFUSED_ATTN"),
+    switch="NVTE_UNFUSED_ATTN",
     capabilities=MappingProxyType(
         {
             AttentionBackendCapability.LIBRARY: True,
