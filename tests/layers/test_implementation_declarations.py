@@ -59,6 +59,7 @@ def test_values_of_the_flags_are_declared():
     assert OPTIONS[IMPLEMENTATION].choices == implementations.NAMES
     assert OPTIONS[ATTENTION_BACKEND].choices == attention_backends.NAMES
     assert {layer_factory.LOCAL.name, TRANSFORMER_ENGINE.key} == {each.key for each in IMPLEMENTATIONS}
+    assert ["".join(each.switches.values()) for each in ATTENTION_BACKENDS] == ["100", "010", "001", "", ""]
     assert all(find_implementation(name) is OTHER for name in (*implementations.UNBUILT, None))
     assert needs_support(ImplementationCapability.OP_FUSER) == "transformer_impl=transformer_engine"
 
