@@ -9,7 +9,10 @@ from typing import Any
 from arguments import schema
 from arguments.data import DataArgs
 from arguments.flag_properties import Role
+from arguments.mechanisms.attention_backend_kinds.declaration import AttentionBackendCapability
+from arguments.mechanisms.attention_backends import get_attention_backend
 from arguments.mechanisms.format_kinds.declaration import StoredForm
+from arguments.mechanisms.implementations import get_implementation
 from arguments.model import ModelArgs
 from arguments.moe import MoEArgs
 from arguments.optimizer import OptimizerArgs
@@ -175,10 +178,11 @@ class Arguments:
     @property
     def te_attends(self) -> bool:
         """Whether TransformerEngine computes attention to full sequences, if it can be used at all."""
-        if self.precision.transformer_impl != "transformer_engine" or self.model.attention_backend == "local":
-            return False
-        cp_size = self.parallel.context_parallel_size
-        return attention_problem(self.model, self.precision.params_dtype_name, cp_size) is None
+        backend, cp_size = get_attention_backend(self.model), self.parallel.context_parallel_size
+        is_requested = get_implementation(self.precision).has_attention and backend.supports(
+            AttentionBackendCapability.LIBRARY
+        )
+        return is_requested and attention_problem(self.model, self.precision.params_dtype_name, cp_size) is None
 
     @property
     def caches_expert_casts(self) -> bool:

@@ -11,6 +11,8 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from arguments.mechanisms.dispatchers import OLD_NAMES
+from arguments.mechanisms.implementation_kinds.declaration import IMPLEMENTATION
+from arguments.mechanisms.implementations import IMPLEMENTATIONS, UNBUILT
 from arguments.mechanisms.layer_modules import unbuilt
 from arguments.mechanisms.offloaded_modules import OFFLOADED_MODULES
 from arguments.mechanisms.optimizer_kinds.declaration import OPTIMIZER
@@ -258,8 +260,8 @@ UNSUPPORTED = MappingProxyType(
         "replication": _NON_PERSISTENT,
         "replication_jump": _NON_PERSISTENT,
         "replication_factor": _NON_PERSISTENT,
-        "transformer_impl": Unsupported(
-            "this program trains: use --transformer-impl local or transformer_engine", ("inference_optimized",)
+        IMPLEMENTATION: Unsupported(
+            f"this program trains: use --transformer-impl {' or '.join(each.key for each in IMPLEMENTATIONS)}", UNBUILT
         ),
         "tokenizer_type": Unsupported(
             "this program reads text: choose another --tokenizer-type",

@@ -11,8 +11,11 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 
 from arguments.container import OPTIONS, Arguments
+from arguments.mechanisms.attention_backend_kinds.declaration import ATTENTION_BACKEND
+from arguments.mechanisms.attention_backends import get_attention_backend
 from arguments.mechanisms.dispatchers import get_dispatcher
 from arguments.mechanisms.formats import naming_flag, quantized_format
+from arguments.mechanisms.implementations import get_implementation
 from arguments.mechanisms.shardings import WRAPPED_FLAGS
 from arguments.needs import CUDA, notes_about
 from arguments.rules.derived_sizes import DerivedSizes, derive_sizes
@@ -27,9 +30,6 @@ DETERMINISTIC = (
     ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", ("0",)),
     ("CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")),
 )
-# What each explicit --attention-backend asks of Transformer Engine's (flash, fused, unfused) switches.
-ATTENTION_SWITCHES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
-ATTENTION = (("flash", ("1", "0", "0")), ("fused", ("0", "1", "0")), ("unfused", ("0", "0", "1")))
 
 Rule = Callable[[Settings, DerivedSizes, Mapping[str, str], int], Iterator[Violation]]
 
@@ -66,10 +66,10 @@ def environment_defaults(args: Arguments | Settings, env: Mapping[str, str], arc
         return {name: value for name, value in wanted.items() if name not in env}
     if s.deterministic_mode:
         wanted |= {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "NCCL_ALGO": "Ring", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    if s.transformer_impl == "transformer_engine":
-        if s.apply_query_key_layer_scaling:
-            wanted["NVTE_APPLY_QK_LAYER_SCALING"] = "1"
-        wanted |= dict(zip(ATTENTION_SWITCHES, dict(ATTENTION).get(s.attention_backend, ()), strict=False))
+    implementation = get_implementation(s)
+    wanted |= {name: "1" for dest, name in implementation.switches.items() if getattr(s, dest)}
+    if implementation.has_attention:
+        wanted |= get_attention_backend(s).switches
     return {name: value for name, value in wanted.items() if name not in env}
 
 
@@ -210,19 +210,15 @@ def expandable_segments(s: Settings, _f: DerivedSizes, env: Mapping[str, str], _
         yield _finding(s, message, "cuda_graph_impl")
 
 
-def attention_switches(s: Settings, _f: DerivedSizes, env: Mapping[str, str], _arch: int) -> Iterator[Violation]:
-    if s.transformer_impl != "transformer_engine":
-        return
-    for name, value in zip(ATTENTION_SWITCHES, dict(ATTENTION).get(s.attention_backend, ()), strict=False):
+def library_switches(s: Settings, _f: DerivedSizes, env: Mapping[str, str], _arch: int) -> Iterator[Violation]:
+    implementation = get_implementation(s)
+    for name, value in get_attention_backend(s).switches.items() if implementation.has_attention else ():
         if env.get(name, value) != value:
-            message = f"{s.describe('attention_backend')} needs {name}={value} or not set, but {_env(env, name)}."
-            yield _finding(s, message, "attention_backend")
-    name = "NVTE_APPLY_QK_LAYER_SCALING"
-    if name in env and (env[name] == "1") != bool(s.apply_query_key_layer_scaling):
-        message = (
-            f"{_env(env, name)} does not agree with {s.flag('apply_query_key_layer_scaling')}; set both or neither."
-        )
-        yield _finding(s, message, "apply_query_key_layer_scaling")
+            message = f"{s.describe(ATTENTION_BACKEND)} needs {name}={value} or not set, but {_env(env, name)}."
+            yield _finding(s, message, ATTENTION_BACKEND)
+    for dest, name in implementation.switches.items():
+        if name in env and (env[name] == "1") != bool(getattr(s, dest)):
+            yield _finding(s, f"{_env(env, name)} does not agree with {s.flag(dest)}; set both or neither.", dest)
 
 
 def gpu_generation(s: Settings, _f: DerivedSizes, _environment: Mapping[str, str], arch: int) -> Iterator[Violation]:
@@ -270,6 +266,6 @@ RULES: tuple[Rule, ...] = (
     deterministic_libraries,
     offloading_switch,
     expandable_segments,
-    attention_switches,
+    library_switches,
     gpu_generation,
 )

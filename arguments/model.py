@@ -8,6 +8,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from arguments.flag_properties import MAX_LAYERS, MAX_SIZE, MAX_STD
+from arguments.mechanisms import attention_backends
+from arguments.mechanisms.implementation_kinds.declaration import ImplementationCapability
+from arguments.mechanisms.implementations import needs_support
 from arguments.mechanisms.sublayer_kinds.declaration import SublayerCapability
 from arguments.mechanisms.sublayers import VARIANTS, needs_variant
 from arguments.mtp import num_mtp_depths
@@ -25,9 +28,10 @@ _DSA = needs_variant(lambda each: each.selects_keys)
 _COMPRESSED = needs_variant(lambda each: each.compresses_keys)
 
 if TYPE_CHECKING:
+    AttentionBackend = str
     AttentionVariant = str
 else:
-    AttentionVariant = Literal[VARIANTS]
+    AttentionBackend, AttentionVariant = Literal[attention_backends.NAMES], Literal[VARIANTS]
 
 
 @dataclass(frozen=True)
@@ -223,9 +227,7 @@ class ModelArgs:
     """YaRN: round the limits of the blended channel range to integers."""
 
     # ---- attention
-    attention_backend: Literal["flash", "fused", "unfused", "local", "auto"] = flag(
-        "auto", restore="never", needs="cuda", role="method"
-    )
+    attention_backend: AttentionBackend = flag("auto", restore="never", needs="cuda", role="method")
     """Kernel of attention on CUDA devices: flash (FlashAttention), fused (cuDNN), unfused (scores are stored), local
     (as unfused, and by the local layers), or auto. Sparse attention has its own; blocks of the local layers (context
     parallelism, packed documents, attention sinks) know flash and unfused only."""
@@ -546,7 +548,9 @@ class ModelArgs:
     fused_residual_rmsnorm: bool = flag(False, restore="never")
     """Fuse the residual addition with RMSNorm."""
     use_transformer_engine_op_fuser: bool = flag(
-        False, restore="never", needs=("num_experts", "moe_grouped_gemm", "transformer_impl=transformer_engine", "cuda")
+        False,
+        restore="never",
+        needs=("num_experts", "moe_grouped_gemm", needs_support(ImplementationCapability.OP_FUSER), "cuda"),
     )
     """Let TransformerEngine fuse fc1, activation and fc2 of the routed experts; token counts stay on the device."""
     use_te_activation_func: bool = flag(False, restore="never")

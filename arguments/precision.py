@@ -5,12 +5,18 @@ the help text. schema.py turns fields into options.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from arguments.flag_properties import MAX_FP32
 from arguments.mechanisms.formats import list_widths, plain_format
+from arguments.mechanisms.implementations import NAMES
 from arguments.mechanisms.sublayer_kinds.declaration import SublayerCapability
 from arguments.schema import flag
+
+if TYPE_CHECKING:
+    Implementation = str
+else:
+    Implementation = Literal[NAMES]
 
 
 @dataclass(frozen=True)
@@ -22,9 +28,7 @@ class PrecisionArgs:
     """Compute in bfloat16, with fp32 main parameters."""
     fp16: bool = flag(False, restore=("to evaluate", "to convert"), role="precision")
     """Compute in float16, with fp32 main parameters and a scaled loss."""
-    transformer_impl: Literal["local", "transformer_engine", "inference_optimized"] = flag(
-        "transformer_engine", role="runtime"
-    )
+    transformer_impl: Implementation = flag("transformer_engine", role="runtime")
     """Implementation of the layers: local or TransformerEngine."""
     on_missing_backend: Literal["error", "fallback"] | None = flag(None, role="runtime")
     """Action when an optional library is missing. Unset: error if its flag was typed and CUDA is available, else

@@ -11,6 +11,8 @@ from typing import Any
 from arguments.mechanisms.dispatchers import DispatcherCapability, get_dispatcher
 from arguments.mechanisms.format_kinds.declaration import FormatCapability
 from arguments.mechanisms.formats import quantized_format, quantizes_weight_gradients
+from arguments.mechanisms.implementation_kinds.declaration import IMPLEMENTATION
+from arguments.mechanisms.implementations import get_implementation
 from arguments.mechanisms.placement_kinds.declaration import PlacementCapability
 from arguments.mechanisms.placements import get_placement
 from arguments.mechanisms.sublayers import variant_of
@@ -95,7 +97,7 @@ def stash_problem(moe: Any, fused: bool, host_problem: str | None) -> str | None
 
 def can_quantize_linears(precision: Any, replaces_weights: bool) -> bool:
     """Return whether it computes the quantized GEMMs of linears; arguments as of `recipe_problem`."""
-    is_requested = quantized_format(precision) is not None and precision.transformer_impl == "transformer_engine"
+    is_requested = quantized_format(precision) is not None and get_implementation(precision).has_quantizers
     return is_requested and recipe_problem(precision, replaces_weights) is None
 
 
@@ -133,7 +135,7 @@ def leaves_counts_on_device(
         and bool(precision.bf16)
         and not moe.moe_permute_fusion_into_hybridep
         and not fused
-        and ("transformer_impl" not in typed or has_captured_experts(captured))
+        and (IMPLEMENTATION not in typed or has_captured_experts(captured))
     )
 
 

@@ -21,10 +21,14 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from arguments.container import OPTIONS
+from arguments.mechanisms.attention_backend_kinds.declaration import AttentionBackendCapability
+from arguments.mechanisms.attention_backends import ATTENTION_BACKENDS
 from arguments.mechanisms.captured_modules import CAPTURED_MODULES, GraphCapability
 from arguments.mechanisms.dispatchers import SELECTABLE, DispatcherCapability
 from arguments.mechanisms.format_kinds.declaration import FormatCapability
 from arguments.mechanisms.formats import FLAGS, QUANTIZED
+from arguments.mechanisms.implementation_kinds.declaration import ImplementationCapability
+from arguments.mechanisms.implementations import IMPLEMENTATIONS
 from arguments.mechanisms.layer_modules import LayerModule, unbuilt
 from arguments.mechanisms.offloaded_modules import OFFLOADED_MODULES, OffloadCapability
 from arguments.mechanisms.optimizer_kinds.declaration import OptimizerCapability
@@ -254,6 +258,8 @@ KINDS = (
     Kind("Selections of experts", SELECTIONS, SelectionCapability),
     Kind("Placements of experts", PLACEMENTS, PlacementCapability),
     Kind("Sublayers", SUBLAYERS, SublayerCapability),
+    Kind("Implementations of layers", IMPLEMENTATIONS, ImplementationCapability),
+    Kind("Backends of attention", ATTENTION_BACKENDS, AttentionBackendCapability),
     Kind("Optimizers", OPTIMIZERS, OptimizerCapability),
     Kind("Formats of quantized GEMMs", QUANTIZED, FormatCapability),
     Kind("Shardings of data-parallel ranks", SHARDINGS, ShardingCapability),

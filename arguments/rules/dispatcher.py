@@ -21,6 +21,8 @@ from arguments.mechanisms.dispatchers import (
     types_with,
 )
 from arguments.mechanisms.formats import FLAGS, list_widths, quantized_format
+from arguments.mechanisms.implementation_kinds.declaration import ImplementationCapability
+from arguments.mechanisms.implementations import get_implementation
 from arguments.mechanisms.layer_modules import named
 from arguments.mechanisms.offloaded_modules import OFFLOADED_MODULES, OffloadCapability
 from arguments.mechanisms.selection_kinds.declaration import SelectionCapability
@@ -149,7 +151,8 @@ def note_experts_that_read_counts(s: Settings, f: DerivedSizes) -> None:
 def note_unused_op_fuser(s: Settings, f: DerivedSizes) -> None:
     """Note why experts are not a pipeline of TransformerEngine's; the other conditions are those of the flag."""
     dest = "use_transformer_engine_op_fuser"
-    if not getattr(s, dest) or s.transformer_impl != "transformer_engine" or not f.experts:
+    is_set, implementation = getattr(s, dest), get_implementation(s)
+    if not is_set or not implementation.supports(ImplementationCapability.OP_FUSER) or not f.experts:
         return
     host_problem = fused_experts_problem(s, s) if quantized_format(s) else None
     if problem := placement_problem(s, f.ep) or stash_problem(s, True, host_problem):

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from arguments.mechanisms.dispatchers import DispatcherCapability, get_dispatcher
 from arguments.mechanisms.format_kinds.eight_bit import GRAD_BUFFER
 from arguments.mechanisms.formats import list_widths, quantized_format
+from arguments.mechanisms.implementation_kinds.declaration import ImplementationCapability
+from arguments.mechanisms.implementations import check_support
 from arguments.mechanisms.layer_modules import named
 from arguments.mechanisms.optimizer_kinds.declaration import OptimizerCapability
 from arguments.mechanisms.optimizers import OPTIMIZERS, get_optimizer
@@ -95,10 +97,7 @@ def check_delay_wgrad(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
         yield s.violation(
             "{delay_wgrad_compute} needs {overlap_moe_expert_parallel_comm:flag}: the delayed work fills that gap."
         )
-    if s.transformer_impl != "transformer_engine":
-        yield s.violation(
-            "{delay_wgrad_compute} needs {transformer_impl:flag} transformer_engine, not {transformer_impl:value}."
-        )
+    yield from check_support(s, "delay_wgrad_compute", ImplementationCapability.DELAYED_WGRAD)
 
 
 def check_early_memory_release(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from arguments.layer_pattern import MLP, MOE, hybrid_letters, mixing_sublayers
 from arguments.mechanisms.format_kinds.declaration import FormatCapability
 from arguments.mechanisms.formats import FLAGS, of_width, quantized_format, selected
+from arguments.mechanisms.implementation_kinds.declaration import ImplementationCapability
+from arguments.mechanisms.implementations import check_support
 from arguments.mechanisms.layer_modules import Part, named, names_of, unaccompanied, unknown_names
 from arguments.mechanisms.offloaded_modules import OFFLOADED_MODULES, OffloadCapability
 from arguments.mechanisms.optimizer_kinds.declaration import OptimizerCapability
@@ -277,11 +279,7 @@ def check_activation_offload(s: Settings, _f: DerivedSizes) -> Iterator[Violatio
             "{fine_grained_activation_offloading} needs {offload_modules:flag}: some of {known}.",
             known=names_of(OFFLOADED_MODULES),
         )
-    if s.transformer_impl != "transformer_engine":
-        yield s.violation(
-            "{fine_grained_activation_offloading} needs {transformer_impl:flag} transformer_engine, not "
-            "{transformer_impl:value}."
-        )
+    yield from check_support(s, "fine_grained_activation_offloading", ImplementationCapability.ACTIVATION_OFFLOAD)
     yield from unaccompanied(s, modules)
     recomputed = as_list(s.recompute_modules) if s.recompute_granularity == "selective" else []
     inside = keys_rejecting(modules, OffloadCapability.EXPERTS_RECOMPUTED)

@@ -23,6 +23,8 @@ from typing import Any
 
 from arguments import layer_pattern
 from arguments.layer_pattern import hybrid_letters, recorded_linear_layers, recorded_moe_layers
+from arguments.mechanisms.implementation_kinds.declaration import IMPLEMENTATION
+from arguments.mechanisms.implementations import find_implementation
 from arguments.mechanisms.sublayers import VARIANT, variant_of
 from arguments.mtp import mtp_letters
 
@@ -43,7 +45,7 @@ FUSED: tuple[NormPrefixes, ...] = (INPUT, IN_PROJ, MIXER, MLP, *LATENT)
 def has_te_names(record: Mapping[str, Any]) -> bool:
     """Return whether the layers of a model with these flags have Transformer Engine's names."""
     return (
-        record.get("transformer_impl") == "transformer_engine"
+        find_implementation(record.get(IMPLEMENTATION)).fuses_norms
         or record.get(VARIANT) is not None
         or bool(record.get("hybrid_layer_pattern"))
     )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from arguments.layer_pattern import is_linear, layer_letter, moe_layer_pattern, uses_chunks, uses_window
 from arguments.mechanisms.dispatchers import ALLTOALL, get_dispatcher
 from arguments.mechanisms.formats import quantized_format
+from arguments.mechanisms.implementations import get_implementation
 from arguments.mechanisms.sublayers import variant_of
 from arguments.stage_layout import ChunkLayout, chunk_layouts, grid_sizes, parallel_sizes
 from arguments.vocabulary import padded_vocab_size_from_flags
@@ -135,7 +136,7 @@ def notes(args: Arguments) -> Iterator[str]:
         yield "overlapped exchange: executed one after the other; the planner's share of it is hidden"
     if parallel.tp_comm_overlap and quantized_format(args.precision):
         yield "overlapped tensor-parallel communication: executed without; the planner's share of it is hidden"
-    if args.precision.transformer_impl == "transformer_engine":
+    if get_implementation(args.precision).package is not None:
         linears, experts = args.te_quantizes
         casts = "their casts take" if experts or not moe.num_experts else "the casts of linears take"
         yield "TransformerEngine's layers: this program's own stand in for them" + (

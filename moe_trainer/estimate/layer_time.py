@@ -26,6 +26,7 @@ from arguments.layer_pattern import (
     uses_chunks,
     uses_window,
 )
+from arguments.mechanisms.attention_backends import get_attention_backend
 from arguments.mechanisms.dispatchers import get_dispatcher
 from arguments.mechanisms.format_kinds.eight_bit import OUTPUT_LAYER
 from arguments.mechanisms.formats import TRANSPORT
@@ -293,7 +294,7 @@ class LayerTime:
             operations = 2.0 * self.tokens * core_attention_macs(self.args, int(self.length)) / self.tp
         rates = attention_rates(self.hardware, self.length / self.cp)
         fwd, bwd = operations / rates[0], ATTENTION_BACKWARD_RATIO * operations / rates[1]
-        if model.attention_backend in ("unfused", "local") and not self.hardware.synchronous:
+        if get_attention_backend(model).stores_scores and not self.hardware.synchronous:
             # all scores are computed, also those of later keys
             size = self.size if self.sizes.te_attends else FP32_BYTES
             scores = self.tokens * self.length * heads * size / self.memory_bandwidth

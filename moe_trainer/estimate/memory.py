@@ -44,6 +44,7 @@ from arguments.layer_pattern import (
     mtp_layer_pattern,
     typical_layers,
 )
+from arguments.mechanisms.attention_backends import get_attention_backend
 from arguments.mechanisms.dispatchers import get_dispatcher
 from arguments.mechanisms.format_kinds.eight_bit import OUTPUT_LAYER
 from arguments.mechanisms.placements import get_placement
@@ -486,7 +487,7 @@ def score_bytes(args: Arguments, sizes: ChunkBytes) -> float:
 
     The scores next to the saved probabilities in forward, and the gradients of both in backward.
     """
-    if args.model.attention_backend != "unfused" or not sizes.te_attends:
+    if not sizes.te_attends or not get_attention_backend(args.model).stores_scores:
         return 0.0
     heads, length = args.model.num_attention_heads // sizes.tp, args.data.seq_length
     return 2.0 * args.training.micro_batch_size * heads * length**2 * sizes.size

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from arguments.layer_pattern import OVERLAPPING_RATIO, compress_ratio
+from arguments.mechanisms.attention_backends import get_attention_backend
 from arguments.mechanisms.sublayers import variant_of
 from arguments.sparse_attention import is_sparse, use_gathered_keys
 from moe_trainer.estimate.linear_attention import conv_channels, gate_rank, is_short_conv, num_decays
@@ -214,7 +215,7 @@ def _core(layer: LayerSizes, heads: int, groups: int, key: int, value: int, disc
         yield SavedTensor("probs", shape, layer.size, part)
     elif layer.te_attends:
         yield from _transformer_engine(layer, (q, k, v), heads, discarded)
-    elif not layer.cpu and layer.model.attention_backend in ("unfused", "local"):
+    elif not layer.cpu and get_attention_backend(layer.model).stores_scores:
         yield from _unfused(layer, heads, key, max(key, value), shards)
     else:
         yield from _flash(layer, q, k, v, heads, discarded)
@@ -244,11 +245,12 @@ def _transformer_engine(
     layer: LayerSizes, inputs: tuple[SavedTensor, ...], heads: int, discarded: bool
 ) -> Iterator[SavedTensor]:
     """Yield what Transformer Engine's attention saves; `inputs`: queries, keys and values."""
-    if layer.model.attention_backend == "unfused":  # keys and values are repeated for their queries
+    stores_scores = get_attention_backend(layer.model).stores_scores
+    if stores_scores:  # keys and values are repeated for their queries
         inputs = tuple(replace(x, shape=(layer.tokens, heads, x.shape[2])) for x in inputs)
     if not discarded:
         yield from inputs
-    if layer.model.attention_backend == "unfused":
+    if stores_scores:
         yield SavedTensor("probs", (layer.batch, heads, layer.length, layer.length), layer.size, "core_attn")
     else:
         yield SavedTensor("log_sum_exp", (layer.batch, heads, layer.length), WIDE, "core_attn")

@@ -25,6 +25,7 @@ from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
 from arguments.layer_pattern import uses_window
+from arguments.mechanisms.attention_backends import get_attention_backend
 from arguments.mechanisms.dispatchers import SELECTABLE, DispatcherDeclaration, get_dispatcher
 from arguments.mechanisms.formats import FLAGS
 from arguments.mechanisms.schedule_kinds.declaration import ScheduleDeclaration
@@ -173,7 +174,7 @@ UNTESTED_FEATURES: Features = MappingProxyType(
         **_FARTHER,
         "fully sharded data parallelism": lambda plan: not get_sharding(plan.args.parallel).is_measured,
         **_unmeasured_schedules(),
-        "attention without a fused kernel": lambda plan: plan.args.model.attention_backend in ("unfused", "local"),
+        "attention without a fused kernel": lambda plan: get_attention_backend(plan.args.model).stores_scores,
         "full recompute": lambda plan: plan.args.training.recompute_granularity == "full",
         "activations offloaded to the host": lambda plan: bool(plan.args.training.offloaded_modules),
         "optimizer state on the host": lambda plan: bool(plan.args.optimizer.optimizer_cpu_offload),

@@ -13,6 +13,8 @@ from torch.nn import Parameter
 from torch.nn.attention import SDPBackend
 
 from arguments.layer_pattern import uses_chunks, uses_window
+from arguments.mechanisms.attention_backend_kinds.declaration import AttentionBackendCapability
+from arguments.mechanisms.attention_backends import FLASH, FUSED, LOCAL_UNFUSED, UNFUSED, get_attention_backend
 from arguments.model import ModelArgs
 from moe_trainer.errors import UserError
 from moe_trainer.layers.init import hidden_std, make_parameter
@@ -30,13 +32,13 @@ from moe_trainer.parallel.state import Group
 
 BACKENDS = MappingProxyType(
     {
-        "flash": SDPBackend.FLASH_ATTENTION,
-        "fused": SDPBackend.CUDNN_ATTENTION,
-        "unfused": SDPBackend.MATH,
-        "local": SDPBackend.MATH,
+        FLASH.key: SDPBackend.FLASH_ATTENTION,
+        FUSED.key: SDPBackend.CUDNN_ATTENTION,
+        UNFUSED.key: SDPBackend.MATH,
+        LOCAL_UNFUSED.key: SDPBackend.MATH,
     }
 )
-"""--attention-backend -> torch's kernel."""
+"""Torch's kernel by the key of the declaration; none where torch chooses."""
 
 
 def backend_problem(model: ModelArgs, params_dtype: str, cuda: bool) -> str | None:
@@ -44,17 +46,15 @@ def backend_problem(model: ModelArgs, params_dtype: str, cuda: bool) -> str | No
 
     Windows, dropout and what cuDNN supports are left to torch, which checks them when it computes.
     """
-    backend = BACKENDS.get(model.attention_backend)
-    if backend is None:
+    backend = get_attention_backend(model)
+    if backend.key not in BACKENDS:
         return None
     if not cuda:
         return "the kernels run on CUDA devices, and this rank computes on a CPU"
-    if backend == SDPBackend.MATH:
-        return None
-    if params_dtype not in ("bf16", "fp16"):
-        return f"its kernel takes bf16 and fp16, not {params_dtype}"
+    if params_dtype == "fp32" and (problem := backend.reason(AttentionBackendCapability.FP32)):
+        return problem
     width = model.qk_head_dim + model.qk_pos_emb_head_dim if model.multi_latent_attention else model.kv_channels
-    if backend == SDPBackend.FLASH_ATTENTION and width > CUDA_WIDTH:
+    if backend is FLASH and width > CUDA_WIDTH:
         return f"its kernel takes heads of up to {CUDA_WIDTH} channels, and these have {width}"
     return None
 

@@ -19,6 +19,9 @@ from torch import nn
 from torch.nn.attention import SDPBackend
 
 from arguments import Arguments, te_support
+from arguments.mechanisms.attention_backend_kinds.declaration import AttentionBackendCapability
+from arguments.mechanisms.attention_backends import get_attention_backend
+from arguments.mechanisms.implementations import LOCAL_LAYERS, TRANSFORMER_ENGINE, get_implementation
 from arguments.mechanisms.offloaded_modules import OFFLOADED_MODULES
 from arguments.model import ModelArgs
 from arguments.moe import MoEArgs
@@ -149,7 +152,7 @@ class LayerFactory:
         return {kind: functools.partial(getattr(self, kind), **options) for kind in kinds}
 
 
-LOCAL = LayerFactory("local", ColumnParallelLinear, RowParallelLinear, ReplicatedLinear, Norm, CoreAttention)
+LOCAL = LayerFactory(LOCAL_LAYERS.key, ColumnParallelLinear, RowParallelLinear, ReplicatedLinear, Norm, CoreAttention)
 
 
 def select_layer_factory(
@@ -182,8 +185,8 @@ def select_layer_factory(
             column_linear=functools.partial(ColumnParallelLinear, overlap=overlap),
             row_linear=functools.partial(RowParallelLinear, overlap=overlap),
         )
-    implementation = args.precision.transformer_impl
-    if implementation == "local" or not _has_transformer_engine(implementation, backends):
+    implementation = get_implementation(args.precision)
+    if implementation.package is None or not _has_transformer_engine(implementation.key, backends):
         backend = _attention_backend(args.model, args.precision, backends, for_all=True)
         return replace(local, core_attention=functools.partial(local.core_attention, backend=backend))
     return _FusedSelection(local, ps, backends, args).make_factory(overlap)
@@ -213,16 +216,16 @@ def _attention_backend(
     Raises:
         MissingBackendError: if they cannot use it and no fallback is allowed.
     """
-    problem = backend_problem(model, precision.params_dtype_name, backends.cuda)
+    backend, problem = get_attention_backend(model), backend_problem(model, precision.params_dtype_name, backends.cuda)
     if for_all:
         backends.should_use(
             ("attention_backend",),
-            flag=f"--attention-backend {model.attention_backend}",
+            flag=f"--attention-backend {backend.key}",
             problem=problem,
             remedy="Use --attention-backend auto",
             instead="what torch chooses",
         )
-    return BACKENDS.get(model.attention_backend) if problem is None else None
+    return BACKENDS.get(backend.key) if problem is None else None
 
 
 @dataclass(frozen=True)
@@ -257,7 +260,8 @@ class _FusedSelection:
             loud=True,
         )
         attention_problem = te_support.attention_problem(self.model, self.precision.params_dtype_name, self.ps.cp.size)
-        attends = self.model.attention_backend != "local" and self._fits("core attention", attention_problem)
+        wanted = get_attention_backend(self.model).supports(AttentionBackendCapability.LIBRARY)
+        attends = wanted and self._fits("core attention", attention_problem)
         self._fits("linears", "it cannot defer weight gradients pass by pass, as the schedule does" if defers else None)
         if attends and self.ps.cp.size > 1:
             stream = torch.cuda.Stream()
@@ -277,7 +281,7 @@ class _FusedSelection:
         )
         return replace(
             self.local,
-            name="transformer_engine",
+            name=TRANSFORMER_ENGINE.key,
             column_linear=layers.column_linear,
             row_linear=layers.row_linear,
             replicated_linear=layers.replicated_linear,

@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from arguments import Arguments
 from arguments.layer_pattern import is_linear
 from arguments.mechanisms.formats import list_widths, quantized_format
+from arguments.mechanisms.implementations import TRANSFORMER_ENGINE
 from arguments.mechanisms.sublayers import variant_of
 from arguments.stage_layout import ChunkLayout, chunk_layouts, embedding_stages
 from arguments.vocabulary import VOCABULARY_KEYS
@@ -156,7 +157,7 @@ def _select_factory(
     )
     if args.training.spec:
         factory = apply_spec(args.training.spec, factory, args)
-    if overlap is not None and factory.name == "transformer_engine" and device.type != "meta":
+    if overlap is not None and factory.name == TRANSFORMER_ENGINE.key and device.type != "meta":
         _initialize_userbuffers(args, ps, dtype, overlap)
     if variant_of(args.model).selects_keys and args.model.dsa_kernel_backend != "none":
         backends.should_use(

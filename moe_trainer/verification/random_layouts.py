@@ -23,6 +23,8 @@ from arguments.mechanisms.dispatchers import (
     DispatcherDeclaration,
     find_dispatcher,
 )
+from arguments.mechanisms.implementation_kinds.declaration import ImplementationCapability
+from arguments.mechanisms.implementations import LOCAL_LAYERS, selecting
 from arguments.mechanisms.optimizer_kinds.declaration import OptimizerCapability
 from arguments.mechanisms.optimizers import find_optimizer
 from arguments.mechanisms.schedule_kinds.declaration import PIPELINE_SCHEDULE
@@ -288,7 +290,7 @@ def _sample_parallel_options(rng: random.Random, mapping: ParallelMapping) -> di
         "overlap_param_gather": distributed and overlap,
         "ddp_bucket_size": 3000 if overlap else None,
         "num_distributed_optimizer_instances": instances,
-        "transformer_impl": "local",
+        **LOCAL_LAYERS.selected_by,
     }
 
 
@@ -481,7 +483,7 @@ def _memory(rng: random.Random, values: dict[str, Any]) -> dict[str, Any]:
             "fine_grained_activation_offloading": True,
             "offload_modules": rng.sample(parts, rng.choice((1, 3, len(parts)))),
             "min_offloaded_tensor_size": 1,
-            "transformer_impl": "transformer_engine",
+            **selecting(ImplementationCapability.ACTIVATION_OFFLOAD),
         }
     return options
 
@@ -514,5 +516,5 @@ def _overlapped(rng: random.Random, mapping: ParallelMapping, values: dict[str, 
         return {}
     options: dict[str, Any] = {"overlap_moe_expert_parallel_comm": True, "bf16": True}
     if _chance(rng, 0.5):
-        options |= {"delay_wgrad_compute": True, "transformer_impl": "transformer_engine"}
+        options |= {"delay_wgrad_compute": True, **selecting(ImplementationCapability.DELAYED_WGRAD)}
     return options

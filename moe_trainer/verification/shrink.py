@@ -19,6 +19,8 @@ from typing import Any
 
 from arguments.container import OPTIONS
 from arguments.flag_status import NOT_IMPLEMENTED
+from arguments.mechanisms.implementation_kinds.declaration import ImplementationCapability
+from arguments.mechanisms.implementations import LOCAL_LAYERS, selecting
 from arguments.mechanisms.optimizers import get_optimizer
 from arguments.mechanisms.schedule_kinds.declaration import PIPELINE_SCHEDULE
 from arguments.mechanisms.schedules import asked_schedule
@@ -305,7 +307,7 @@ def _memory(s: Settings, layers: int) -> dict[str, Any]:
     if s.recompute_granularity == "full" and s.recompute_num_layers:
         options["recompute_num_layers"] = min(s.recompute_num_layers, 2) if s.recompute_method == "uniform" else 1
     if s.fine_grained_activation_offloading:
-        options |= {"transformer_impl": "transformer_engine", "min_offloaded_tensor_size": 1}
+        options |= {**selecting(ImplementationCapability.ACTIVATION_OFFLOAD), "min_offloaded_tensor_size": 1}
     if s.cpu_offloading_num_layers:
         options["cpu_offloading_num_layers"] = min(s.cpu_offloading_num_layers, layers - 1) or None
     return options
@@ -330,7 +332,7 @@ def make_case(mapping: ParallelMapping, values: Mapping[str, Any], force_fp32: b
         for dest, value in values.items()
         if OPTIONS[dest].section != "parallel" and dest not in NOT_IN_REFERENCE
     }
-    plain |= {"micro_batch_size": reference_micro_batch_size(values, mapping), "transformer_impl": "local"}
+    plain |= {"micro_batch_size": reference_micro_batch_size(values, mapping), **LOCAL_LAYERS.selected_by}
     argv = to_command_line(values)
     reference = to_command_line({**plain, **low_precision.reference_options(plain)})
     for words, ranks in ((argv, mapping.world), (reference, 1)):
@@ -365,10 +367,10 @@ def _ranks(s: Settings, new: ParallelMapping, notes: list[str]) -> dict[str, Any
         possible = new.ep > 1 and (new.pp == 1 or new.vpp > 1)
         values[overlap] = possible
         if possible and s.delay_wgrad_compute:
-            values |= {"delay_wgrad_compute": True, "transformer_impl": "transformer_engine"}
+            values |= {"delay_wgrad_compute": True, **selecting(ImplementationCapability.DELAYED_WGRAD)}
         if not possible:
             notes.append(f"{s.flag(overlap)} is off if there is nothing to overlap ({new})")
-    return {"transformer_impl": "local", **values}
+    return {**LOCAL_LAYERS.selected_by, **values}
 
 
 def _patterns(s: Settings, values: Mapping[str, Any], layers: int) -> dict[str, Any]:

@@ -7,13 +7,13 @@ import pytest
 from arguments import parse_args
 from arguments.machine import (
     ALLOCATOR,
-    ATTENTION,
-    ATTENTION_SWITCHES,
     allocator_environment,
     check_machine,
     check_packages,
     environment_defaults,
 )
+from arguments.mechanisms.attention_backend_kinds.declaration import SWITCHES
+from arguments.mechanisms.attention_backends import ATTENTION_BACKENDS
 from arguments.parse import resolve_command_line
 from moe_trainer.commands import train_process
 from tests.arguments.rule_lines import changed
@@ -45,10 +45,10 @@ def test_marks_for_nsys_on_a_cpu_are_noted(flags, expected):
 
 
 def test_defaults_satisfy_the_rules():
-    for backend, values in ATTENTION:
-        settings, _ = resolve_command_line(changed(f"--deterministic-mode --attention-backend {backend}"), 8)
+    for backend in ATTENTION_BACKENDS:
+        settings, _ = resolve_command_line(changed(f"--deterministic-mode --attention-backend {backend.key}"), 8)
         wanted = environment_defaults(settings, {}, 9)
-        assert tuple(wanted[name] for name in ATTENTION_SWITCHES) == values
+        assert {name: value for name, value in wanted.items() if name in SWITCHES} == backend.switches
         assert check_machine(settings, wanted, 9) == []
         assert environment_defaults(settings, wanted, 9) == {}
         assert environment_defaults(settings, {}, None) == {}
