@@ -59,10 +59,16 @@ def unstacked(
     return shown
 
 
+def set_main_grad(shown: Tensor, total: Tensor) -> None:
+    """Set the attribute in which the library looks for the sum of gradients."""
+    shown.main_grad = total  # type: ignore[attr-defined]  # torch's class does not declare it
+
+
 def give_main_grad(shown: Tensor, weight: Tensor) -> Tensor:
     """Give the library's tensor of a weight a tensor to which it adds the gradient, and return that: zeros."""
-    shown.main_grad = torch.zeros(weight.shape, dtype=gradient_dtype(weight), device=weight.device)
-    return shown.main_grad
+    total = torch.zeros(weight.shape, dtype=gradient_dtype(weight), device=weight.device)
+    set_main_grad(shown, total)
+    return total
 
 
 def give_main_grads(weights: Sequence[Tensor], weight_eNK: Tensor, make: Callable[..., Tensor] = torch.zeros) -> Tensor:
@@ -75,7 +81,7 @@ def give_main_grads(weights: Sequence[Tensor], weight_eNK: Tensor, make: Callabl
     """
     sums_eNK = make(weight_eNK.shape, dtype=gradient_dtype(weight_eNK), device=weight_eNK.device)
     for weight, total in zip(weights, sums_eNK, strict=True):
-        weight.main_grad = total
+        set_main_grad(weight, total)
     return sums_eNK
 
 
