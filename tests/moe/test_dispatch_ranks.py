@@ -330,8 +330,7 @@ def _overlapped(rank, n, layout, dispatcher):
 
         def start_and_remember(*rest, start=start, handles=handles):
             sent = start(*rest)
-            work = sent.handle.work
-            handles.append(work[0] if dispatcher == "hierarchical" else work)
+            handles.append(sent.handle.work)
             return sent
 
         def look(*_, handles=handles):
