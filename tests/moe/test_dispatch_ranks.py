@@ -102,7 +102,7 @@ def class_of(dispatcher):
 
 def make(dispatcher, ps):
     moe = MoEArgs(num_experts=8, **dispatcher.selected_by)
-    return load_module(dispatcher).make_dispatcher(DispatcherSettings(ps, moe, None, Permutation()))
+    return load_module(dispatcher).make_dispatcher(DispatcherSettings(ps, moe, Permutation()))
 
 
 def tokens(sizes, dtype):
