@@ -23,7 +23,7 @@ from torch.nn import Parameter
 
 from moe_trainer.layers import te
 from moe_trainer.ops.expert_mlp import compute_or_defer
-from moe_trainer.ops.main_grad import gradient_dtype
+from moe_trainer.ops.main_grad import gradient_dtype, set_main_grad
 from moe_trainer.parallel.weight_grads import WeightGradQueue
 from moe_trainer.quantization.iteration import WeightCastCache
 
@@ -57,11 +57,6 @@ def unstacked(
         for tensor in shown:
             tensor.requires_grad_()  # the library's tensors remember what they were made with
     return shown
-
-
-def set_main_grad(shown: Tensor, total: Tensor) -> None:
-    """Set the attribute in which the library looks for the sum of gradients."""
-    shown.main_grad = total  # type: ignore[attr-defined]  # torch's class does not declare it
 
 
 def give_main_grad(shown: Tensor, weight: Tensor) -> Tensor:

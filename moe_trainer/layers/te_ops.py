@@ -26,9 +26,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import Parameter
 
-from moe_trainer.layers.te_experts import LibraryGemms, give_main_grads, set_main_grad, unstacked
+from moe_trainer.layers.te_experts import LibraryGemms, give_main_grads, unstacked
 from moe_trainer.memory.host_read import integer_tensor
 from moe_trainer.ops.expert_mlp import compute_or_defer
+from moe_trainer.ops.main_grad import set_main_grad
 from moe_trainer.parallel.weight_grads import WeightGradQueue
 
 NAMES = ("Sequential", "GroupedLinear", "ScaledSwiGLU")
