@@ -183,9 +183,8 @@ class AllToAllDispatcher(TokenDispatcher):
             plan = _SortedState(None, counts_E, hints.expert_E, routing_TE, exchange=exchange)
             return DispatchState(x_TH, probs_TE, [], plan)
         x_RH, probs_R, routes = self._permute(x_TH, probs_TE, routing_TE, hints.expert_E, known.num_tokens)
-        needs_no_exchange = known.per_expert is not None or known.by_rank is not None
-        is_later = hints.is_captured or needs_no_exchange
-        exchange = None if is_later else self._start_count_exchange(routes.counts_E)
+        needs_exchange = known.per_expert is None and known.by_rank is None
+        exchange = self._start_count_exchange(routes.counts_E) if needs_exchange and not hints.is_captured else None
         return DispatchState(x_RH, probs_R, [], _SortedState(routes, routes.counts_E, known=known, exchange=exchange))
 
     def _fill_slots(
