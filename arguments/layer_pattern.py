@@ -192,6 +192,11 @@ def uses_window(model: ModelArgs, layer_number: int) -> bool:
     return model.window_size is not None and _is_local(model, layer_number)
 
 
+def left_window(model: ModelArgs, layer_number: int) -> int | None:
+    """Return how many positions before its own this layer (counted from 1) attends to, -1 or None for all."""
+    return model.window_size[0] if model.window_size is not None and uses_window(model, layer_number) else None
+
+
 def model_of_layer(model: ModelArgs, layer_number: int) -> ModelArgs:
     """Return the model with the attention of a layer (counted from 1); those with a window may have other flags."""
     groups, softmax = model.window_num_query_groups, model.window_softmax_type

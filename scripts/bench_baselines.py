@@ -6,7 +6,7 @@ imported by their builders alone.
 
 import functools
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -84,14 +84,14 @@ def build_ours(model: Model, dtype: str):
     import arguments
     from moe_trainer.data.loader import Batch
     from moe_trainer.parallel.state import ParallelState
-    from moe_trainer.training.run import TrainState
+    from moe_trainer.training.run import TrainState, with_batches
     from moe_trainer.training.step import train_step
     from moe_trainer.verification.training_trace import make_run
 
     args = arguments.parse_args(model.flags() + (["--bf16"] if dtype == "bf16" else []), world_size=1)
     positions, mask = torch.arange(model.seq).repeat(model.micro, 1), torch.ones(model.micro, model.seq)
     batches = (Batch(tokens, labels, mask, positions) for tokens, labels in make_batches(model))
-    run = replace(make_run(args, 0, ParallelState.single(), 0), train_batches=batches)
+    run = with_batches(make_run(args, 0, ParallelState.single(), 0), batches)
     state = TrainState()
 
     def step() -> float:

@@ -195,7 +195,7 @@ def add_peaks(report: Report) -> None:
         "",
     )
     report.start_table("tokens", *(f"{chunks} chunk{'s' * (chunks > 1)}" for chunks in CHUNKS))
-    base = launcher_flags(CASES[0].launcher)
+    base = launcher_flags(CASES[0].preset)
     for length in LENGTHS:
         sizes = []
         for chunks in CHUNKS:

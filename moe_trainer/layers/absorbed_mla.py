@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from moe_trainer.ops.absorbed_mla import TORCH_TILE_KERNELS, Latents, TileKernels, attend, attend_backward
 from moe_trainer.ops.sparse_attention import flat_key_indices
@@ -26,7 +25,7 @@ class CompressedKV(NamedTuple):
     """Latents with their rotated key [S, B, W], and the up-projection [N * (nope + E), R], by head [k_nope, v]."""
 
     latents_SBW: Tensor
-    up_projection: Parameter
+    up_projection: Tensor
 
 
 def gather_latents(

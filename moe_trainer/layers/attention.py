@@ -29,7 +29,7 @@ from moe_trainer.layers.rotary import Tables, skips_rope
 from moe_trainer.ops.attention import compact
 from moe_trainer.ops.cached_attention import attend_to_keys
 from moe_trainer.parallel.mappings import gather_last_dim
-from moe_trainer.parallel.params import get_param_info
+from moe_trainer.parallel.params import get_param_info, set_param_info
 from moe_trainer.parallel.state import ParallelState
 
 
@@ -46,11 +46,11 @@ class _SplitQKV(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         # three dimensions: CUDA joins more of them part by part
-        grads = [
+        rows = [
             grad.reshape(-1, 1, ctx.shape[-1]) if grad.dim() < len(ctx.shape) else grad.reshape(-1, *grad.shape[3:])
             for grad in grads
         ]
-        return torch.cat(grads, 1).view(ctx.shape), None
+        return torch.cat(rows, 1).view(ctx.shape), None
 
 
 class SigmoidGate(torch.autograd.Function):
@@ -120,10 +120,8 @@ class SelfAttention(nn.Module):
             **options,
         )
         queries = heads // groups * self.head_dim
-        self.linear_qkv.weight.info = replace(
-            get_param_info(self.linear_qkv.weight),
-            row_blocks=(*(queries,) * (1 + self.gated), self.head_dim, self.value_dim),
-        )
+        blocks, weight = (*(queries,) * (1 + self.gated), self.head_dim, self.value_dim), self.linear_qkv.weight
+        set_param_info(weight, replace(get_param_info(weight), row_blocks=blocks))
         self.q_layernorm = self._qk_norm(model, factory, f"{name}.q_layernorm", heads)
         self.k_layernorm = self._qk_norm(model, factory, f"{name}.k_layernorm", groups)
         scale = self.head_dim**-0.5 if model.softmax_scale is None else model.softmax_scale
@@ -188,22 +186,28 @@ class SelfAttention(nn.Module):
         v_SBGD = compact(v_SBGD) if self.value_scale is None else v_SBGD * self.value_scale
         if self.q_layernorm is not None or rope is None or not self.rope:
             k_SBGD = compact(k_SBGD)  # else rotated at once, into a separate storage
-        if self.q_layernorm is not None and not self.normed_after_rope:
-            q, k_SBGD = self.q_layernorm(q), self.k_layernorm(k_SBGD)
+        if not self.normed_after_rope:
+            q, k_SBGD = self._normalize(q, k_SBGD)
         q_SBND = q.reshape(*q.shape[:2], self.num_heads, self.head_dim)
         if rope is not None and self.rope:
             q_SBND = self.apply_rope(q_SBND, *rope, self.interleaved)
             k_SBGD = self.apply_rope(k_SBGD, *rope, self.interleaved)
-        if self.q_layernorm is not None and self.normed_after_rope:
-            q_SBND, k_SBGD = self.q_layernorm(q_SBND), self.k_layernorm(k_SBGD)
+        if self.normed_after_rope:
+            q_SBND, k_SBGD = self._normalize(q_SBND, k_SBGD)
         if self.temperature is not None:
             q_SBND = (q_SBND * self.temperature.factors(q_SBND.shape[0], visible, q_SBND.device)).to(q_SBND.dtype)
         with self.activations.offload_scope("core_attn"):
             y = self.activations.recompute_region(
-                "core_attn", lambda *qkv: self._attend(*qkv, visible), q_SBND, k_SBGD, v_SBGD
+                "core_attn", lambda q, k, v: self._attend(q, k, v, visible), q_SBND, k_SBGD, v_SBGD
             )
         with self.activations.offload_scope("attn_proj"):
             return self.linear_proj(y if gate is None else SigmoidGate.apply(y, gate))
+
+    def _normalize(self, q: Tensor, k_SBGD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return queries and keys, normalized if they have norms."""
+        if self.q_layernorm is None or self.k_layernorm is None:
+            return q, k_SBGD
+        return self.q_layernorm(q), self.k_layernorm(k_SBGD)
 
     def _attend(self, q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, visible: AttentionMask | None) -> Tensor:
         if visible is not None and visible.cache is not None:

@@ -31,7 +31,7 @@ from moe_trainer.layers.rotary import Rotary, Tables, make_compressed_rotary
 from moe_trainer.ops.compressed_attention import compressed_attention, pool_windows, select_pooled
 from moe_trainer.ops.hadamard import rotate
 from moe_trainer.parallel.mappings import copy_to_group, gather_rows, gather_rows_from_group, local_rows
-from moe_trainer.parallel.params import ParamInfo, get_param_info
+from moe_trainer.parallel.params import ParamInfo, get_param_info, set_param_info
 from moe_trainer.parallel.state import Group, ParallelState
 
 
@@ -73,7 +73,8 @@ class Compressor(nn.Module):
         projected = torch.cat([self.linear_wkv(x_SBH), self.linear_wgate(x_SBH)], dim=-1)
         if self.tp.size > 1:
             projected = (gather_rows_from_group if self.is_local else copy_to_group)(projected, self.tp)
-        pooled_TBD = self.norm(pool_windows(*projected.chunk(2, dim=-1), self.ape, self.overlapping))
+        keys, gates = projected.chunk(2, dim=-1)
+        pooled_TBD = self.norm(pool_windows(keys, gates, self.ape, self.overlapping))
         positions = torch.arange(len(pooled_TBD), device=x_SBH.device) * self.ratio
         tables = rotary.tables_at(positions)
         return self.apply_rope(pooled_TBD.unsqueeze(2), *tables, True, self.rope_offset).squeeze(2)
@@ -100,7 +101,7 @@ class CompressedIndexer(nn.Module):
             model, tp, ratio, self.width, name=f"{name}.compressor", factory=factory, is_local=False
         )
         for param in self.parameters():
-            param.info = replace(get_param_info(param), has_gradient=False)  # type: ignore[attr-defined]
+            set_param_info(param, replace(get_param_info(param), has_gradient=False))
 
     @torch.no_grad()
     def forward(self, x_SBH: Tensor, latent_SBC: Tensor, rotary: Rotary, tables: Tables) -> Tensor | None:
@@ -223,9 +224,10 @@ class CompressedAttention(nn.Module):
         Raises:
             ValueError: for a mask or documents.
         """
-        if visible is not None and visible.cache is None:
+        cache = None if visible is None else visible.cache
+        if visible is not None and cache is None:
             raise ValueError("DeepSeek-V4's attention is not built for masks and documents")
-        y_SBO = self._attend(x_SBH) if visible is None else self._attend_with_cache(x_SBH, visible.cache)
+        y_SBO = self._attend(x_SBH) if cache is None else self._attend_with_cache(x_SBH, cache)
         with self.activations.offload_scope("attn_proj"):
             return self.linear_proj(y_SBO)
 
@@ -268,8 +270,8 @@ class CompressedAttention(nn.Module):
         indexer = self.core_attention.indexer
         if indexer is None:
             return ()
-        read = (x_SBH.detach(), latent_SBC.detach())
+        read = [x.detach() for x in (x_SBH, latent_SBC)]
         if self.is_local:
-            read = tuple(gather_rows(x, self.tp)[0] for x in read)
+            read = [gather_rows(x, self.tp)[0] for x in read]
         selected = indexer(*read, self.rotary, tables)
         return () if selected is None else (selected,)

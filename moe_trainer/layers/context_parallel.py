@@ -13,7 +13,7 @@ They differ in cost, not in result: see docs/design/context_parallel.md, with sh
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from arguments.model import ModelArgs
@@ -41,7 +41,7 @@ def make_core_attention(
     ps: ParallelState,
     comm_types: Sequence[str],
     backend: SDPBackend | None = None,
-) -> nn.Module:
+) -> CoreAttention:
     """Build the core attention of one layer; see CoreAttention for the arguments."""
     context = ps.context
     if context.max_size == 1:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn.attention import SDPBackend
 
-from arguments.layer_pattern import uses_chunks, uses_window
+from arguments.layer_pattern import left_window, uses_chunks
 from arguments.mechanisms.attention_backend_kinds.declaration import AttentionBackendCapability
 from arguments.mechanisms.attention_backends import FLASH, FUSED, LOCAL_UNFUSED, UNFUSED, get_attention_backend
 from arguments.model import ModelArgs
@@ -107,7 +107,7 @@ class AttentionMask:
     def of(
         attention_mask: Tensor | None,
         document_ids_BS: Tensor | None,
-        device: torch.device | None = None,
+        device: torch.device = torch.device("cpu"),
         packed: Packed | None = None,
     ) -> "AttentionMask | None":
         """Build the mask of a batch; None if only the causal rule applies.
@@ -218,7 +218,7 @@ class CoreAttention(nn.Module):
         self.dropout_p = model.attention_dropout
         self.should_save_inputs = False  # instead of what is made of them: where inputs are not saved
         self.value_width: int | None = None  # of values that may come padded; see should_pad_values
-        self.window = model.window_size[0] if uses_window(model, layer_number) else None
+        self.window = left_window(model, layer_number)
         self.chunk = model.attention_chunk_size if uses_chunks(model, layer_number) else None
         self._local_group = Group.single("one rank")
 
@@ -267,10 +267,10 @@ class CoreAttention(nn.Module):
     def _attend(self, q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attend by torch's kernels, or by matmuls."""
         dropout_p = self.dropout_p if self.training else 0.0
-        if self._window_cuts(q_SBND.shape[0]):
+        if self.window is not None and self._window_cuts(q_SBND.shape[0]):
             by_flash = self.backend in (None, SDPBackend.FLASH_ATTENTION)
             if mask is None and by_flash and self._varlen_supports(q_SBND, v_SBGE):
-                return self._attend_in_window(q_SBND, k_SBGD, v_SBGE)
+                return self._attend_in_window(self.window, q_SBND, k_SBGD, v_SBGE)
             window = sliding_window_mask(q_SBND.shape[0], self.window, q_SBND.device)
             mask = window if mask is None else mask & window
         with _without_traceback(self.backend, q_SBND):
@@ -286,15 +286,18 @@ class CoreAttention(nn.Module):
                 self.backend,
             )
 
-    def _attend_in_window(self, q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor) -> Tensor:
+    def _attend_in_window(self, window: int, q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor) -> Tensor:
         """Attend to the last keys of every sequence by the kernels for packed sequences, without an [S, S] mask."""
         seq_len, batch = q_SBND.shape[:2]
+        q_TND, k_TGD, v_TGE = (x.transpose(0, 1).flatten(0, 1) for x in (q_SBND, k_SBGD, v_SBGE))
         out_TNE = varlen_attention.varlen_attention(
-            *(x.transpose(0, 1).flatten(0, 1) for x in (q_SBND, k_SBGD, v_SBGE)),
+            q_TND,
+            k_TGD,
+            v_TGE,
             torch.arange(0, batch * seq_len + 1, seq_len, dtype=torch.int32, device=q_SBND.device),
             seq_len,
             self.scale,
-            self.window,
+            window,
         )
         out_BSNE = out_TNE[..., : self.value_width].unflatten(0, (batch, seq_len))
         return out_BSNE.transpose(0, 1).flatten(2).contiguous()

@@ -26,11 +26,12 @@ from moe_trainer.layers.core_attention import AttentionMask
 from moe_trainer.layers.init import hidden_init, make_parameter, residual_init
 from moe_trainer.layers.kv_cache import KVCache
 from moe_trainer.layers.layer_factory import LayerFactory
+from moe_trainer.layers.linear import ColumnParallelLinear
 from moe_trainer.layers.rotary import Tables
 from moe_trainer.ops.attention import compact
 from moe_trainer.ops.block_attention import Documents
 from moe_trainer.ops.gated_delta_rule import Heads, continue_gated_delta
-from moe_trainer.parallel.params import ParamInfo, get_param_info
+from moe_trainer.parallel.params import ParamInfo, get_param_info, set_param_info
 from moe_trainer.parallel.state import Group, ParallelState
 
 PROJECTIONS = ("query", "key", "value", "z", "beta", "alpha")
@@ -105,7 +106,7 @@ class GatedDeltaNet(nn.Module):
         self.context, self.activations, self.gated_delta = ps.context, factory.activations, factory.kernels.gated_delta
         full = self._all_heads(model)
         self.heads = replace(full, keys=keys // tp.size, values=values // tp.size)
-        sharding = {"sharded_dim": 0, "shard_rank": tp.rank, "shard_count": tp.size}
+        sharding: dict[str, Any] = {"sharded_dim": 0, "shard_rank": tp.rank, "shard_count": tp.size}
         options: dict[str, Any] = {"group": tp, "sequence_parallel": sequence_parallel}
         self.layer_number = layer_number
         self._build_projections(model, full, name, factory, options)
@@ -153,7 +154,7 @@ class GatedDeltaNet(nn.Module):
         name: str,
         factory: LayerFactory,
         options: dict[str, Any],
-    ) -> nn.Module:
+    ) -> ColumnParallelLinear:
         in_proj = factory.column_linear(
             model.hidden_size,
             sum(sizes),
@@ -163,7 +164,7 @@ class GatedDeltaNet(nn.Module):
             **options,
         )
         info = get_param_info(in_proj.weight)
-        in_proj.weight.info = replace(info, parts=len(sizes), part_sizes=sizes, part_names=names)
+        set_param_info(in_proj.weight, replace(info, parts=len(sizes), part_sizes=sizes, part_names=names))
         self.rows = [size // options["group"].size for size in sizes]
         return in_proj
 

@@ -78,10 +78,8 @@ class HyperConnection(nn.Module):
             return make_parameter(shape, info)
 
         numbers = streams * streams + 2 * streams
-        self.mapping_proj = nn.Module()
-        self.mapping_proj.weight = param(
-            "mapping_proj.weight", numbers, streams * model.hidden_size, init="xavier_uniform"
-        )
+        projection = param("mapping_proj.weight", numbers, streams * model.hidden_size, init="xavier_uniform")
+        self.mapping_proj = nn.ParameterDict({"weight": projection})
         self.bias = param("bias", numbers, init="zeros")
         factor = model.mhc_init_gating_factor
         self.alpha_pre = param("alpha_pre", 1, init="constant", value=factor)
@@ -93,7 +91,7 @@ class HyperConnection(nn.Module):
         streams = self.num_streams
         x_SBNH = x_SBF.unflatten(-1, (streams, -1))
         parts = (streams, streams, streams * streams)
-        projected = _normed_projection(x_SBNH, self.mapping_proj.weight, self.eps).split(parts, -1)
+        projected = _normed_projection(x_SBNH, self.mapping_proj["weight"], self.eps).split(parts, -1)
         biases = self.bias.to(projected[0].dtype).split(parts)
         alphas = (self.alpha_pre, self.alpha_post, self.alpha_res)
         pre, post, mixing = (part * alpha.to(part.dtype) + bias for part, alpha, bias in zip(projected, alphas, biases))
@@ -120,6 +118,10 @@ class StreamContraction(nn.Module):
 
     Parameters: hc_head_fn [N, N*H], hc_head_base [N], hc_head_scale [1] of the decoder, as in Megatron-Core.
     """
+
+    fn: nn.Parameter
+    base: nn.Parameter
+    scale: nn.Parameter
 
     def __init__(self, model: ModelArgs, *, name: str, partial: bool = False):
         """Create the contraction of `name`; see HyperConnection."""

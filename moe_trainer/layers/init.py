@@ -7,7 +7,7 @@ import torch
 from torch.nn import Parameter
 
 from arguments.model import ModelArgs
-from moe_trainer.parallel.params import ParamInfo
+from moe_trainer.parallel.params import ParamInfo, set_param_info
 
 
 class Init(NamedTuple):
@@ -55,5 +55,5 @@ def output_init(model: ModelArgs) -> Init:
 def make_parameter(shape: tuple[int, ...], info: ParamInfo) -> Parameter:
     """Return an uninitialized fp32 parameter on the default device, with its info."""
     param = Parameter(torch.empty(shape, dtype=torch.float32))
-    param.info = info
+    set_param_info(param, info)
     return param

@@ -7,7 +7,7 @@ of the torch function it replaces, and tests/ops/test_triton.py compares their r
 import importlib
 import logging
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from types import MappingProxyType
@@ -37,29 +37,30 @@ logger = logging.getLogger(__name__)
 INSTALL = "pip install triton"
 MIN_FLA_VERSION = (0, 6)
 DELTA_RULE, LARGEST_HEAD = "delta-rule", 256
-# name of --triton-kernels -> module, and pairs of a field of Kernels and the module's value for it, or another module's
-_SOURCES = MappingProxyType(
+# name of --triton-kernels -> fields of Kernels, each with the module and the name of its value
+_SOURCES: Mapping[str, tuple[tuple[str, str, str], ...]] = MappingProxyType(
     {
-        "activation": ("ops.triton_pointwise", ("activations", "ACTIVATIONS")),
-        "norm": ("ops.triton_norm", ("rms_norm", "rms_norm")),
-        "rope": ("ops.triton_rope", ("apply_rope", "apply_rope")),
-        "permute": ("ops.triton_permute", ("permutation", "TritonPermutation")),
-        "router": ("ops.triton_router", ("fused_topk", "fused_topk"), ("balancing", "BALANCING")),
-        "cross-entropy": ("ops.triton_cross_entropy", ("logit_kernels", "LOGIT_KERNELS")),
-        "expert-wgrad": ("ops.triton_grouped_gemm", ("add_weight_grad", "add_weight_grad")),
+        "activation": (("activations", "ops.triton_pointwise", "ACTIVATIONS"),),
+        "norm": (("rms_norm", "ops.triton_norm", "rms_norm"),),
+        "rope": (("apply_rope", "ops.triton_rope", "apply_rope"),),
+        "permute": (("permutation", "ops.triton_permute", "TritonPermutation"),),
+        "router": (
+            ("fused_topk", "ops.triton_router", "fused_topk"),
+            ("balancing", "ops.triton_router", "BALANCING"),
+        ),
+        "cross-entropy": (("logit_kernels", "ops.triton_cross_entropy", "LOGIT_KERNELS"),),
+        "expert-wgrad": (("add_weight_grad", "ops.triton_grouped_gemm", "add_weight_grad"),),
         "grouped-gemm": (
-            "ops.triton_grouped_gemm",
-            ("grouped_gemms", "GROUPED_GEMMS"),
-            ("add_weight_grad", "add_weight_grad"),
+            ("grouped_gemms", "ops.triton_grouped_gemm", "GROUPED_GEMMS"),
+            ("add_weight_grad", "ops.triton_grouped_gemm", "add_weight_grad"),
         ),
         "quantize": (
-            "quantization.triton_quantize",
-            ("quantize", "quantize_with_fallback"),
-            ("row_casts", "ROW_CASTS"),
-            ("expert_kernels", "EXPERT_KERNELS", "quantization.triton_block_gemm"),
+            ("quantize", "quantization.triton_quantize", "quantize_with_fallback"),
+            ("row_casts", "quantization.triton_quantize", "ROW_CASTS"),
+            ("expert_kernels", "quantization.triton_block_gemm", "EXPERT_KERNELS"),
         ),
-        "sparse-attention": ("ops.triton_absorbed_mla", ("sparse_attention", "STEPS")),
-        "paged-stash": ("ops.triton_paged_copy", ("paged_stash", "PAGE_KERNELS")),
+        "sparse-attention": (("sparse_attention", "ops.triton_absorbed_mla", "STEPS"),),
+        "paged-stash": (("paged_stash", "ops.triton_paged_copy", "PAGE_KERNELS"),),
     }
 )
 NAMES = tuple(_SOURCES)
@@ -206,8 +207,7 @@ def _fla_version_problem() -> str | None:
 
 def _load(name: str) -> dict:
     """Return the fields of Kernels for a name of --triton-kernels."""
-    module_name, *fields = _SOURCES[name]
     return {
-        field: getattr(importlib.import_module(f"moe_trainer.{(*other, module_name)[0]}"), attribute)
-        for field, attribute, *other in fields
+        field: getattr(importlib.import_module(f"moe_trainer.{module}"), attribute)
+        for field, module, attribute in _SOURCES[name]
     }

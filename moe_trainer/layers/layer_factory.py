@@ -75,15 +75,16 @@ class LayerFactory:
         activations: the chunk's recomputation and offloading.
         graphs: the chunk's CUDA graphs.
         precision: the chunk's quantization; None in high precision.
-        quantize: of a layer (`for_layer`); makes the GEMMs of a linear from (name, is_sharded=, is_expert=).
+        quantize: of a layer (`for_layer`); makes the GEMMs of a linear from (name, is_sharded=, is_expert=), or None
+            for high precision.
     """
 
     name: str
-    column_linear: Callable[..., nn.Module]
-    row_linear: Callable[..., nn.Module]
-    replicated_linear: Callable[..., nn.Module]
+    column_linear: Callable[..., ColumnParallelLinear]
+    row_linear: Callable[..., RowParallelLinear]
+    replicated_linear: Callable[..., ReplicatedLinear]
     norm: Callable[..., nn.Module]
-    core_attention: Callable[..., nn.Module]
+    core_attention: Callable[..., CoreAttention | te_layers.FusedAttention]
     grouped_linear: Callable[..., nn.Module | None] | None = None
     expert_mlp: Callable[..., nn.Module | None] | None = None
     self_attention: Callable[..., Any] | None = None
@@ -97,7 +98,7 @@ class LayerFactory:
     activations: ActivationPolicy = field(default_factory=ActivationPolicy)
     graphs: CudaGraphs = field(default_factory=CudaGraphs)
     precision: QuantizationConfig | None = None
-    quantize: Callable[..., QuantizedGemms] | None = None
+    quantize: Callable[..., QuantizedGemms | None] | None = None
 
     def for_chunk(
         self,
@@ -136,7 +137,7 @@ class LayerFactory:
         )
         return replace(self, quantize=quantize, **self._linears(quantize=quantize))
 
-    def lm_head_quantizer(self) -> Callable[..., QuantizedGemms] | None:
+    def lm_head_quantizer(self) -> Callable[..., QuantizedGemms | None] | None:
         """Return what makes the output layer's quantized GEMMs; None if they are not."""
         low = self.precision
         return (
@@ -145,7 +146,7 @@ class LayerFactory:
             else None
         )
 
-    def _linears(self, **options: object) -> dict[str, Callable[..., nn.Module]]:
+    def _linears(self, **options: object) -> dict[str, Any]:
         """Return the constructors of linears with further options bound."""
         optional = (kind for kind in ("grouped_linear", "expert_mlp") if getattr(self, kind) is not None)
         kinds = ("column_linear", "row_linear", "replicated_linear", *optional)
@@ -193,6 +194,7 @@ def select_layer_factory(
 
 
 def _has_transformer_engine(transformer_impl: str, backends: BackendPolicy) -> bool:
+    problem: str | None
     problem, remedy = "the layers work on CUDA devices, and this rank computes on a CPU", "Use --transformer-impl local"
     if backends.cuda:
         problem, remedy = te.problem("", *te_layers.NAMES), f"Install it ({te.INSTALL}), use --transformer-impl local"
@@ -253,25 +255,20 @@ class _FusedSelection:
         """Return TransformerEngine's factory, with local layers where it does not support the flags."""
         recipe, stream, stored = get_recipe(self.precision), None, self.args.stored_weight_format
         defers = self.args.parallel.has_deferred_wgrad
-        low = recipe is not None and self._fits(
-            f"linears and experts with {recipe.name} scaling",
-            te_support.recipe_problem(self.precision, stored is not None and stored.library_cannot_hold)
-            or te.recipe_problem(recipe),
-            loud=True,
-        )
+        computed = recipe if recipe is not None and self._fits_recipe(recipe) else None
         attention_problem = te_support.attention_problem(self.model, self.precision.params_dtype_name, self.ps.cp.size)
         wanted = get_attention_backend(self.model).supports(AttentionBackendCapability.LIBRARY)
         attends = wanted and self._fits("core attention", attention_problem)
         self._fits("linears", "it cannot defer weight gradients pass by pass, as the schedule does" if defers else None)
         if attends and self.ps.cp.size > 1:
             stream = torch.cuda.Stream()
-        experts = self._select_experts(recipe, low) if self.moe.num_experts and self.moe.moe_grouped_gemm else {}
-        _log_unused_kernels(self.local.kernels, low, **experts)
+        experts = self._select_experts(recipe, computed) if self.moe.num_experts and self.moe.moe_grouped_gemm else {}
+        _log_unused_kernels(self.local.kernels, computed is not None, **experts)
         layers = te_layers.FusedLayers(
             te.load(),
             self.ps,
             self.args.parallel.cp_comm_type,
-            te.autocast(recipe) if low else None,
+            None if computed is None else te.autocast(computed),
             attends,
             stream,
             overlap=overlap,
@@ -291,6 +288,16 @@ class _FusedSelection:
             core_attention=layers.core_attention,
         )
 
+    def _fits_recipe(self, recipe: QuantizationRecipe) -> bool:
+        """Return whether the library computes GEMMs with a recipe."""
+        stored = self.args.stored_weight_format
+        return self._fits(
+            f"linears and experts with {recipe.name} scaling",
+            te_support.recipe_problem(self.precision, stored is not None and stored.library_cannot_hold)
+            or te.recipe_problem(recipe),
+            loud=True,
+        )
+
     def _fits(self, what: str, problem: str | None, loud: bool = False) -> bool:
         """Return whether there is no problem; `loud` for the GEMMs, which are what quantization is asked for."""
         # nothing types what stays local, so only --on-missing-backend error stops here
@@ -303,25 +310,19 @@ class _FusedSelection:
             loud=loud,
         )
 
-    def _select_experts(self, recipe: QuantizationRecipe | None, low: bool) -> dict[str, Any]:
-        """Return the arguments of FusedLayers for experts; `low`: the library computes GEMMs with the recipe."""
+    def _select_experts(self, recipe: QuantizationRecipe | None, computed: QuantizationRecipe | None) -> dict[str, Any]:
+        """Return the arguments of FusedLayers for experts; `computed`: the recipe, if the library's GEMMs have it."""
         fused = self._uses_operation_fuser()
         plain_host_problem, host_problem = (
             te_layers.host_counts_problem(self.precision, each, capability=self.backends.capability, moe=self.moe)
             for each in (None, recipe)
         )
-        quantized = (
-            low
-            and not self._leaves_counts_on_device(recipe, fused)
-            and self._fits(
-                f"experts with {recipe.name} scaling",
-                self._experts_problem(recipe.alignment, fused, host_problem),
-                loud=True,
-            )
-        )
-        multiple = 1
-        if quantized:
-            multiple = max(te.pad_multiple(recipe), te_ops.PAD_MULTIPLE if fused else 1)
+        quantized, multiple = False, 1
+        if computed is not None and not self._leaves_counts_on_device(computed, fused):
+            problem = self._experts_problem(computed.alignment, fused, host_problem)
+            quantized = self._fits(f"experts with {computed.name} scaling", problem, loud=True)
+            if quantized:
+                multiple = max(te.pad_multiple(computed), te_ops.PAD_MULTIPLE if fused else 1)
         return {
             "quantized_experts": quantized,
             "plain_experts": self._select_plain_experts(fused, plain_host_problem),
@@ -346,6 +347,7 @@ class _FusedSelection:
         if not self.model.use_transformer_engine_op_fuser:
             return False
         stored, training = self.args.stored_weight_format, self.args.training
+        problem: str | None
         if stored is not None and stored.library_takes:
             problem = f"it cannot take weights that are stored in {stored.name}"
         else:

@@ -27,7 +27,7 @@ from moe_trainer.ops import main_grad
 from moe_trainer.ops.gemms import LinearGemms, UnquantizedGemms
 from moe_trainer.parallel.collectives import all_reduce
 from moe_trainer.parallel.mappings import columns_to_rows, gather_last_dim_replicated, gather_rows, reduce_scatter_rows
-from moe_trainer.parallel.params import ParamInfo
+from moe_trainer.parallel.params import ParamInfo, get_param_info
 from moe_trainer.parallel.state import Group
 from moe_trainer.parallel.weight_grads import WeightGradQueue
 from moe_trainer.quantization.gemms import QuantizedGemms
@@ -40,7 +40,7 @@ class LinearPass(NamedTuple):
     Attributes:
         group: ranks that share the weight.
         sequence_parallel: a column linear reads, and a row linear returns, the local tokens.
-        gemms: None for torch's own linear.
+        gemms: unquantized ones are torch's own linear.
         queue: takes weight gradients while it is active.
         saves_quantized: save the input for backward as the GEMMs quantize it.
         overlap: chunks of communication next to the GEMMs.
@@ -48,7 +48,7 @@ class LinearPass(NamedTuple):
 
     group: Group
     sequence_parallel: bool
-    gemms: LinearGemms | None = None
+    gemms: LinearGemms = UnquantizedGemms()
     queue: WeightGradQueue | None = None
     saves_quantized: bool = False
     overlap: LinearOverlap = LinearOverlap()
@@ -57,7 +57,7 @@ class LinearPass(NamedTuple):
 def _weight_grad(weight: Parameter, grad: Tensor, x: Tensor | SavedInput, how: LinearPass) -> Tensor | None:
     """Return a weight gradient; None if it is deferred or already in the main gradient."""
     # GEMMs take what they have saved
-    compute = main_grad.weight_grad_fn(weight, grad, cast(Tensor, x), how.gemms or UnquantizedGemms())
+    compute = main_grad.weight_grad_fn(weight, grad, cast(Tensor, x), how.gemms)
     if how.queue is not None and how.queue.active:
         how.queue.defer(weight, compute)
         return None
@@ -93,7 +93,7 @@ def column_grads(
     if needs_x and chunks > 1:
         grad_x, reduced = multiply_and_scatter(grad, weight, group, chunks, transposed=True)
     elif needs_x:
-        grad_whole = (how.gemms or UnquantizedGemms()).input_grad(grad, weight)
+        grad_whole = how.gemms.input_grad(grad, weight)
         if how.sequence_parallel:
             grad_x, reduced = reduce_scatter_rows(grad_whole, group, async_op=True)
         else:
@@ -137,8 +137,9 @@ def _save(ctx: Any, x: Tensor, quantized: SavedInput | None, weight: Parameter) 
 
 def _quantized(ctx: Any, x: Tensor, how: LinearPass) -> SavedInput | None:
     """Return the input as it is saved for a weight gradient that is needed; None if it is not quantized."""
-    saves = how.saves_quantized and isinstance(how.gemms, QuantizedGemms) and ctx.needs_input_grad[1]
-    return how.gemms.saved_input(x) if saves else None
+    gemms = how.gemms
+    saves = how.saves_quantized and ctx.needs_input_grad[1]
+    return gemms.saved_input(x) if saves and isinstance(gemms, QuantizedGemms) else None
 
 
 def _saved(ctx: Any) -> Tensor | SavedInput:
@@ -157,7 +158,7 @@ class _Column(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, how: LinearPass):
         ctx.weight, ctx.how = weight, how
-        group, gemms = how.group, how.gemms
+        group = how.group
         if how.overlap.gathers:
             _save(ctx, x, None, weight)
             y = gather_and_multiply(x, weight, group)[0]
@@ -167,9 +168,9 @@ class _Column(torch.autograd.Function):
         if quantized is not None and how.sequence_parallel:
             quantized = quantized.shard(group.rank, group.size)
         _save(ctx, x, quantized, weight)
-        if gemms is None:
+        if isinstance(how.gemms, UnquantizedGemms):
             return F.linear(whole, weight, bias)
-        y = gemms.output(whole, weight)
+        y = how.gemms.output(whole, weight)
         return y if bias is None else y + bias
 
     @staticmethod
@@ -196,7 +197,7 @@ class _Row(torch.autograd.Function):
             y, reduced = multiply_and_scatter(x, weight, how.group, how.overlap.output_chunks)
             reduced.wait()
             return y
-        partial = (how.gemms or UnquantizedGemms()).output(x, weight)
+        partial = how.gemms.output(x, weight)
         return reduce_scatter_rows(partial, how.group)[0] if how.sequence_parallel else all_reduce(partial, how.group)
 
     @staticmethod
@@ -210,11 +211,11 @@ class _Row(torch.autograd.Function):
             grad = gather_rows(grad, how.group)[0]
         grad_weight = _weight_grad(weight, grad, x, how) if needs_weight else None
         if needs_x and grad_x is None:
-            grad_x = (how.gemms or UnquantizedGemms()).input_grad(grad, weight)
+            grad_x = how.gemms.input_grad(grad, weight)
         return grad_x, grad_weight, None
 
 
-class _Linear(nn.Module):
+class ParallelLinear(nn.Module):
     """Base of the three linears: parameters with their global names and shards.
 
     Args:
@@ -242,7 +243,7 @@ class _Linear(nn.Module):
         sequence_parallel: bool = False,
         parts: int = 1,
         queue: WeightGradQueue | None = None,
-        quantize: Callable[..., QuantizedGemms] | None = None,
+        quantize: Callable[..., QuantizedGemms | None] | None = None,
         overlap: TpOverlap | None = None,
         save_original_input: bool = False,
     ):
@@ -284,7 +285,8 @@ class _Linear(nn.Module):
 
     def _pass(self, group: Group, sequence_parallel: bool, overlap: LinearOverlap) -> LinearPass:
         saves = self.saves_quantized and torch.is_grad_enabled()
-        return LinearPass(group, sequence_parallel, self.quantized, self.queue, saves, overlap)
+        gemms = UnquantizedGemms() if self.quantized is None else self.quantized
+        return LinearPass(group, sequence_parallel, gemms, self.queue, saves, overlap)
 
     def _forward_local(self, x: Tensor) -> Tensor:
         if self.queue is None and self.quantized is None and not hasattr(self.weight, "main_grad_sum"):
@@ -302,7 +304,7 @@ class _Linear(nn.Module):
         return f"{self.weight.shape[1]} -> {self.weight.shape[0]}, bias={self.bias is not None}{cut}"
 
 
-class ColumnParallelLinear(_Linear):
+class ColumnParallelLinear(ParallelLinear):
     """y = x W^T + b with W sharded along its output features.
 
     Args:
@@ -315,7 +317,8 @@ class ColumnParallelLinear(_Linear):
     def __init__(self, in_features: int, out_features: int, *, gather_output: bool = False, **options):
         super().__init__(in_features, out_features, **options)
         self.gather_output = gather_output
-        assert not gather_output or self.weight.info.parts == 1, "gathering parts would leave them interleaved"
+        parts = get_param_info(self.weight).parts
+        assert not gather_output or parts == 1, "gathering parts would leave them interleaved"
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [S, ..., in] (S / size tokens with sequence_parallel) to y [S, ..., out / size]."""
@@ -329,7 +332,7 @@ class ColumnParallelLinear(_Linear):
         return columns_to_rows(y, self.group) if self.sequence_parallel else gather_last_dim_replicated(y, self.group)
 
 
-class RowParallelLinear(_Linear):
+class RowParallelLinear(ParallelLinear):
     """y = x W^T + b with W sharded along its input features; partial results are summed, then b is added."""
 
     sharded_dim = 1
@@ -342,7 +345,7 @@ class RowParallelLinear(_Linear):
         return y if self.bias is None else y + self.bias
 
 
-class ReplicatedLinear(_Linear):
+class ReplicatedLinear(ParallelLinear):
     """y = x W^T + b on the local tokens, without communication.
 
     With sequence_parallel the gradients of W and b are partial over the group.

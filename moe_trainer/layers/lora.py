@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from arguments.lora import LORA_A, LORA_B
 from moe_trainer.layers.dropout import Dropout
 from moe_trainer.layers.init import Init
-from moe_trainer.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+from moe_trainer.layers.linear import ColumnParallelLinear, ParallelLinear, ReplicatedLinear, RowParallelLinear
 from moe_trainer.parallel.mappings import copy_to_group
-from moe_trainer.parallel.params import get_param_info
+from moe_trainer.parallel.params import get_param_info, set_param_info
 from moe_trainer.parallel.rng import ShardRNG
 
 
@@ -46,7 +46,9 @@ class LoRA(nn.Module):
         stream: the chunk's random stream of tensor-parallel shards.
     """
 
-    def __init__(self, linear: nn.Module, name: str, dim: int, scale: float, dropout: float, stream: ShardRNG | None):
+    def __init__(
+        self, linear: ParallelLinear, name: str, dim: int, scale: float, dropout: float, stream: ShardRNG | None
+    ):
         super().__init__()
         self.scale = scale
         info = get_param_info(linear.weight)
@@ -59,15 +61,17 @@ class LoRA(nn.Module):
         up: dict[str, Any] = {"name": f"{name}.{LORA_B}", "init": Init("zeros"), **options}
         is_column, is_row = (isinstance(linear, kind) for kind in (ColumnParallelLinear, RowParallelLinear))
         self.lora_A = (RowParallelLinear if is_row else ReplicatedLinear)(in_features, dim, **down)
+        self.lora_B: ParallelLinear
         if is_column:
             self.lora_B = ColumnParallelLinear(dim, out_features, **up)
             # its rows are those of the weight, whose parts are sharded separately
-            self.lora_B.weight.info = replace(
+            whole = replace(
                 get_param_info(self.lora_B.weight),
                 parts=info.parts,
                 part_sizes=info.part_sizes,
                 part_names=info.part_names,
             )
+            set_param_info(self.lora_B.weight, whole)
         else:
             self.lora_B = ReplicatedLinear(dim, out_features, **up)
         is_sharded_input = is_row or linear.sequence_parallel
@@ -78,17 +82,17 @@ class LoRA(nn.Module):
         return self.lora_B(self.lora_A(self.dropout(x))) * self.scale
 
 
-def add_lora(linear: nn.Module, adapter: LoRA) -> None:
+def add_lora(linear: ParallelLinear, adapter: LoRA) -> None:
     """Attach an adapter to a linear, of this program or of a library: its output is the sum of both."""
-    linear.lora = adapter
+    linear.add_module("lora", adapter)
     linear.register_forward_hook(_add_output)
 
 
 def _add_output(linear: nn.Module, inputs: tuple[Tensor, ...], y: Tensor) -> Tensor:
-    return y + linear.lora(inputs[0])
+    return y + linear.get_submodule("lora")(inputs[0])
 
 
-def effective_weight(linear: nn.Module) -> Tensor:
+def effective_weight(linear: ParallelLinear) -> Tensor:
     """Return the weight of a column linear with its adapter, if it has one, for what multiplies by it directly.
 
     Gradients reach the adapter; its dropout is left out.

@@ -11,6 +11,7 @@ Shapes: S sequence, B microbatch, H hidden, and those of ops/state_space.py.
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ from moe_trainer.layers.rotary import Tables
 from moe_trainer.ops.block_attention import Documents
 from moe_trainer.ops.block_sizes import MAMBA_CONV_WIDTH as CONV_WIDTH
 from moe_trainer.ops.state_space import StateSpaceParams, StateSpaceSizes, continue_state_space, state_space
-from moe_trainer.parallel.params import ParamInfo, get_param_info
+from moe_trainer.parallel.params import ParamInfo, get_param_info, set_param_info
 from moe_trainer.parallel.state import Group, ParallelState
 
 PROJECTIONS = ("z", "x", "B", "C", "dt")
@@ -35,7 +36,7 @@ PROJECTIONS = ("z", "x", "B", "C", "dt")
 class _Gain(nn.Module):
     """The weight of the gated norm, of this rank's heads."""
 
-    def __init__(self, size: int, name: str, sharding: dict):
+    def __init__(self, size: int, name: str, sharding: dict[str, Any]):
         super().__init__()
         self.weight = make_parameter((size,), ParamInfo((f"{name}.weight",), init="ones", **sharding))
 
@@ -70,7 +71,7 @@ class MambaMixer(nn.Module):
             )
         self.sizes = replace(full, heads=heads // tp.size, groups=groups // tp.size)
         self.context, self.activations, self.layer_number = ps.context, factory.activations, layer_number
-        sharding = {"sharded_dim": 0, "shard_rank": tp.rank, "shard_count": tp.size}
+        sharding: dict[str, Any] = {"sharded_dim": 0, "shard_rank": tp.rank, "shard_count": tp.size}
         options = {"group": tp, "sequence_parallel": sequence_parallel}
         sizes = (full.inner, *full.channels, heads)
         self.in_proj = factory.column_linear(
@@ -81,9 +82,8 @@ class MambaMixer(nn.Module):
             save_original_input="layernorm" in self.activations.recomputed,
             **options,
         )
-        self.in_proj.weight.info = replace(
-            get_param_info(self.in_proj.weight), parts=5, part_sizes=sizes, part_names=PROJECTIONS
-        )
+        info = get_param_info(self.in_proj.weight)
+        set_param_info(self.in_proj.weight, replace(info, parts=5, part_sizes=sizes, part_names=PROJECTIONS))
         self.conv1d = CausalConvolution(
             full.channels, PROJECTIONS[1:4], CONV_WIDTH, name=f"{name}.conv1d", sharding=sharding, bias=True
         )

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from arguments.layer_pattern import uses_chunks, uses_window
+from arguments.layer_pattern import left_window, uses_chunks
 from arguments.model import ModelArgs
 from moe_trainer.layers.core_attention import AttentionMask
 from moe_trainer.ops.block_attention import BlockMask, PositionRange
@@ -21,7 +21,8 @@ class MaxLogitTracker:
     def __init__(self, model: ModelArgs, layer_number: int, scale: float, groups: ContextGroups):
         self.enabled = False
         self._scale, self._sequence = scale, SequenceShard.over(groups)
-        self._left = model.window_size[0] if uses_window(model, layer_number) else -1
+        left = left_window(model, layer_number)
+        self._left = -1 if left is None else left
         self._chunk = model.attention_chunk_size or 0 if uses_chunks(model, layer_number) else 0
         self._max_N: Tensor | None = None
 

@@ -24,23 +24,23 @@ from arguments.mechanisms.sublayers import variant_of
 from arguments.model import ModelArgs
 from moe_trainer.layers.absorbed_mla import CompressedKV
 from moe_trainer.layers.attention import SigmoidGate
-from moe_trainer.layers.core_attention import AttentionMask, make_attention_sinks
+from moe_trainer.layers.core_attention import AttentionMask, CoreAttention, make_attention_sinks
 from moe_trainer.layers.dropout import rng_context
 from moe_trainer.layers.init import hidden_init, residual_init
 from moe_trainer.layers.kv_cache import KVCache
 from moe_trainer.layers.layer_factory import LayerFactory
-from moe_trainer.layers.linear import ReplicatedLinear
+from moe_trainer.layers.linear import ParallelLinear, ReplicatedLinear
 from moe_trainer.layers.lora import effective_weight
 from moe_trainer.layers.max_logits import MaxLogitTracker
 from moe_trainer.layers.query_temperature import QueryTemperature
 from moe_trainer.layers.rotary import Tables, skips_rope
 from moe_trainer.layers.sparse_attention import SparseAttention
+from moe_trainer.layers.te_layers import FusedAttention
 from moe_trainer.ops.attention import compact, pad_values
 from moe_trainer.ops.cached_attention import attend_to_latents
 from moe_trainer.ops.rope import yarn_mscale
-from moe_trainer.ops.sparse_attention import IndexerOutput
 from moe_trainer.parallel.mappings import copy_to_group, gather_rows_from_group
-from moe_trainer.parallel.params import get_param_info
+from moe_trainer.parallel.params import get_param_info, set_param_info
 from moe_trainer.parallel.state import ParallelState
 
 
@@ -84,6 +84,7 @@ class MultiLatentAttention(nn.Module):
         self._build_projections(model, ps, name, factory, options)
         temperature = yarn_mscale(model.rotary_scaling_factor, model.mscale_all_dim)
         scale = temperature * temperature / math.sqrt(key_dim)
+        self.core_attention: CoreAttention | FusedAttention
         if variant_of(model).selects_keys:
             self.core_attention = SparseAttention(
                 model,
@@ -135,7 +136,9 @@ class MultiLatentAttention(nn.Module):
             not model.qk_layernorm or "mla_up_proj" in factory.activations.recomputed or variant_of(model).selects_keys
         )
 
-        def linear(make: Callable[..., nn.Module], in_features: int, out_features: int, leaf: str) -> nn.Module:
+        def linear(
+            make: Callable[..., ParallelLinear], in_features: int, out_features: int, leaf: str
+        ) -> ParallelLinear:
             original = make is down or leaf == "linear_q_proj" or keeps_latents
             return make(
                 in_features, out_features, name=f"{name}.{leaf}", init=init, save_original_input=original, **options
@@ -148,15 +151,14 @@ class MultiLatentAttention(nn.Module):
             return factory.norm(size, model.of_latents, name=f"{name}.{leaf}", partial=partial)
 
         up, down = factory.column_linear, factory.replicated_linear
-        self.linear_qkv_down_proj = self.q_layernorm = None
+        self.linear_qkv_down_proj = self.linear_q_proj = self.q_layernorm = None
         kv_width = self.kv_rank + self.rope_dim
-        self.down_widths = model.q_lora_rank, kv_width
+        self.down_widths = model.q_lora_rank or 0, kv_width
         if model.q_lora_rank is None:
             self.linear_q_proj = linear(up, model.hidden_size, heads * key_dim, "linear_q_proj")
         else:
-            self.linear_q_proj = None
             if model.mla_down_proj_fusion:
-                self.linear_qkv_down_proj = self._fused_down_proj(linear, down, model, name, kv_width)
+                self.linear_qkv_down_proj = self._fused_down_proj(linear, down, model, name, self.down_widths)
             else:
                 self.linear_q_down_proj = linear(down, model.hidden_size, model.q_lora_rank, "linear_q_down_proj")
             self.q_layernorm = norm(model.q_lora_rank, "q_layernorm")
@@ -169,17 +171,16 @@ class MultiLatentAttention(nn.Module):
 
     def _fused_down_proj(
         self,
-        linear: Callable[..., nn.Module],
-        down: Callable[..., nn.Module],
+        linear: Callable[..., ParallelLinear],
+        down: Callable[..., ParallelLinear],
         model: ModelArgs,
         name: str,
-        kv_width: int,
-    ) -> nn.Module:
+        counts: tuple[int, int],
+    ) -> ParallelLinear:
         """Return one projection to both latents; initial values and checkpoints are those of two."""
-        counts = model.q_lora_rank, kv_width
         fused = linear(down, model.hidden_size, sum(counts), "linear_qkv_down_proj")
         names = tuple(f"{name}.{leaf}.weight" for leaf in ("linear_q_down_proj", "linear_kv_down_proj"))
-        fused.weight.info = replace(get_param_info(fused.weight), names=names, row_counts=counts)
+        set_param_info(fused.weight, replace(get_param_info(fused.weight), names=names, row_counts=counts))
         return fused
 
     def _project_down(self, x_SBH: Tensor) -> tuple[Tensor, Tensor]:
@@ -267,10 +268,10 @@ class MultiLatentAttention(nn.Module):
             latent_SBC, k_rope = kv.split([self.kv_rank, self.rope_dim], dim=-1)
             if self.kv_layernorm is not None:
                 latent_SBC = self.kv_layernorm(latent_SBC)
-            sparse = isinstance(self.core_attention, SparseAttention)
+            sparse = self.core_attention if isinstance(self.core_attention, SparseAttention) else None
             given, cache = visible, None if visible is None else visible.cache
             if cache is None:
-                by_latents = sparse and self.core_attention.uses_gathered_form(
+                by_latents = sparse is not None and sparse.uses_gathered_form(
                     x_SBH.shape[0] * (self.tp.size if self.sequence_parallel else 1), visible
                 )
             else:
@@ -285,12 +286,12 @@ class MultiLatentAttention(nn.Module):
             )
         if cache is not None:
             latents_BKW = self._append_latents(cache, latent_SBC, keys)
-            index = self._append_index(cache, x_SBH, q_latent, rope) if sparse else None
+            select = None if sparse is None else self._append_index(sparse, cache, x_SBH, q_latent, rope)
             if not cache.is_prefill:
-                y = self._attend_to_latents(cache, q_SBND, latents_BKW, index)
+                y = self._attend_to_latents(cache, q_SBND, latents_BKW, select)
                 return self._project_output(y, gate_SBN)
         with inside, self.activations.offload_scope("core_attn"):
-            if sparse:
+            if sparse is not None:
                 read = (x_SBH.detach(), (x_SBH if self.linear_q_proj is not None else q_latent).detach())
                 y = self.activations.recompute_region(
                     "core_attn",
@@ -301,7 +302,7 @@ class MultiLatentAttention(nn.Module):
                 )
             else:
                 y = self.activations.recompute_region(
-                    "core_attn", lambda *qkv: self._attend(*qkv, visible), q_SBND, *keys
+                    "core_attn", lambda q, k, v: self._attend(q, k, v, visible), q_SBND, *keys
                 )
         with self.activations.offload_scope("attn_proj"):
             return self._project_output(y, gate_SBN)
@@ -340,19 +341,20 @@ class MultiLatentAttention(nn.Module):
         return cache.append(self.layer_number, "latents", latents_SBW)
 
     def _append_index(
-        self, cache: KVCache, x_SBH: Tensor, q_latent: Tensor, rope: Tables | None
-    ) -> tuple[IndexerOutput, Tensor]:
-        """Store the indexer's keys; return its output for this pass, and all keys."""
-        index = self.core_attention.index(x_SBH, x_SBH if self.linear_q_proj is not None else q_latent, rope)
-        return index, cache.append(self.layer_number, "index_keys", index.k_KBF)
+        self, sparse: SparseAttention, cache: KVCache, x_SBH: Tensor, q_latent: Tensor, rope: Tables | None
+    ) -> Callable[[Tensor], Tensor]:
+        """Store the indexer's keys; return what selects from visible positions for this pass."""
+        index = sparse.index(x_SBH, x_SBH if self.linear_q_proj is not None else q_latent, rope)
+        keys = cache.append(self.layer_number, "index_keys", index.k_KBF)
+        return functools.partial(sparse.select_in_cache, index, keys)
 
     def _attend_to_latents(
-        self, cache: KVCache, q_SBND: Tensor, latents_BKW: Tensor, index: tuple[IndexerOutput, Tensor] | None
+        self, cache: KVCache, q_SBND: Tensor, latents_BKW: Tensor, select: Callable[[Tensor], Tensor] | None
     ) -> Tensor:
-        """Attend to the cache: to all positions, or to those that the indexer selects."""
+        """Attend to the cache: to all positions, or to those that an indexer selects."""
         scale, visible_BK, sink_N = self.core_attention.decode_options(q_SBND, cache, self.softmax_offset)
-        if index is not None:
-            visible_BK = self.core_attention.select_in_cache(*index, visible_BK)
+        if select is not None:
+            visible_BK = select(visible_BK)
         weight_NFR = effective_weight(self.linear_kv_up_proj).unflatten(0, (self.num_heads, -1))
         out_BNE = attend_to_latents(q_SBND[:, 0], latents_BKW, weight_NFR, scale, visible_BK, sink_N)
         return out_BNE.flatten(1).unsqueeze(1)

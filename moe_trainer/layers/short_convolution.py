@@ -10,6 +10,7 @@ Shapes: S sequence, B microbatch, H hidden, C channels of this rank, W width of 
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ from moe_trainer.layers.layer_factory import LayerFactory
 from moe_trainer.layers.rotary import Tables
 from moe_trainer.ops.block_attention import Documents
 from moe_trainer.ops.gated_delta_rule import causal_convolution
-from moe_trainer.parallel.params import get_param_info
+from moe_trainer.parallel.params import get_param_info, set_param_info
 from moe_trainer.parallel.state import Group, ParallelState
 
 PROJECTIONS = ("before", "after", "x")
@@ -40,10 +41,10 @@ class _GatedConvolution(torch.autograd.Function):
         return _mix(parts, weight_CW, ids_BS)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx, grad: Tensor):
         with torch.enable_grad():
-            leaves = [x.detach().requires_grad_() for x in ctx.saved_tensors]
-            y = _mix(*leaves, ctx.ids_BS)
+            parts, weight_CW = leaves = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+            y = _mix(parts, weight_CW, ctx.ids_BS)
         return *torch.autograd.grad(y, leaves, grad), None
 
 
@@ -79,7 +80,7 @@ class ShortConvolution(nn.Module):
                 "context-parallel ranks"
             )
         self.context, self.activations, self.layer_number = ps.context, factory.activations, layer_number
-        sharding = {"sharded_dim": 0, "shard_rank": tp.rank, "shard_count": tp.size}
+        sharding: dict[str, Any] = {"sharded_dim": 0, "shard_rank": tp.rank, "shard_count": tp.size}
         options = {"group": tp, "sequence_parallel": sequence_parallel}
         self.in_proj = factory.column_linear(
             hidden,
@@ -89,9 +90,8 @@ class ShortConvolution(nn.Module):
             save_original_input="layernorm" in self.activations.recomputed,
             **options,
         )
-        self.in_proj.weight.info = replace(
-            get_param_info(self.in_proj.weight), parts=3, part_sizes=(hidden,) * 3, part_names=PROJECTIONS
-        )
+        info = get_param_info(self.in_proj.weight)
+        set_param_info(self.in_proj.weight, replace(info, parts=3, part_sizes=(hidden,) * 3, part_names=PROJECTIONS))
         self.conv1d = CausalConvolution(
             (hidden,), (), model.linear_conv_kernel_dim, name=f"{name}.conv1d", sharding=sharding
         )

@@ -31,6 +31,7 @@ from moe_trainer.layers.ring_attention import gathered_attention, position_range
 from moe_trainer.layers.rotary import Tables, skips_rope
 from moe_trainer.ops.absorbed_mla import Latents
 from moe_trainer.ops.attach_loss import attach_gradients
+from moe_trainer.ops.block_attention import Selection
 from moe_trainer.ops.hadamard import rotate
 from moe_trainer.ops.rope import apply_rope
 from moe_trainer.ops.sparse_attention import (
@@ -122,6 +123,8 @@ class SparseAttention(ContextParallelAttention):
         recorder: None, or a list that receives the selection of every pass: a bit per query and key, or key lists.
     """
 
+    indexer_loss: Tensor
+
     def __init__(
         self,
         model: ModelArgs,
@@ -175,7 +178,7 @@ class SparseAttention(ContextParallelAttention):
         heads = self.model.num_attention_heads // self.tp.size
         return gather_unsupported_reason(self.model, heads, length * group.size, self.quantized) is None
 
-    def forward(
+    def forward(  # type: ignore[override]  # reads the indexer's inputs too; latent attention alone calls it
         self,
         q_SBND: Tensor,
         keys: tuple[Tensor, Tensor] | CompressedKV,
@@ -198,12 +201,12 @@ class SparseAttention(ContextParallelAttention):
         """
         if visible is not None and visible.mask is not None:
             raise ValueError("sparse attention is not built for explicit attention masks; give document ids")
-        (_, group), listed = self.groups(visible), isinstance(keys, CompressedKV)
-        size = group.size
+        _, group = self.groups(visible)
+        size, (k_SBND, v_SBNE) = group.size, keys
         topk = self.topk if self.topk is not None and self.topk < q_SBND.shape[0] * size else None
         learns = self.training and self.coeff > 0.0 and torch.is_grad_enabled()
         if topk is None and not learns:
-            return super().forward(q_SBND, *keys, visible)
+            return super().forward(q_SBND, k_SBND, v_SBNE, visible)
         with torch.set_grad_enabled(learns):
             index = self.index(x_SBH, latent_SBC, rope)
         block_mask, sequence = self.block_mask(visible, q_SBND.device), SequenceShard(group)
@@ -211,7 +214,7 @@ class SparseAttention(ContextParallelAttention):
         runs = position_ranges(group.rank, size, q_SBND.shape[0], sequence.lengths)
         index_of_all = index._replace(k_KBF=sequence.full(index.k_KBF.detach(), 0))
         latents = None
-        if listed:
+        if isinstance(keys, CompressedKV):
             latents = gather_latents(*keys, q_SBND.shape[2], self.scale, group, sequence.lengths)
         attention_target = self._teacher(q_SBND, keys, latents, sequence) if learns else None
         counted_S: Tensor | None = None
@@ -220,17 +223,18 @@ class SparseAttention(ContextParallelAttention):
             num_queries = visible.packed.num_valid
             counted_S = to_device(sequence.local(visible.packed.is_valid(), 0), q_SBND.device)
         choice, indexer_loss_grads = select_topk_keys(
-            index_of_all, block_mask, runs, topk, self.relu, attention_target, listed, counted_S
+            index_of_all, block_mask, runs, topk, self.relu, attention_target, latents is not None, counted_S
         )
         if self.recorder is not None and choice is not None:
-            self.recorder.append(choice if listed else choice.bits_BSC)
-        if choice is None:
-            y_SBH = super().forward(q_SBND, *keys, visible)
-        elif listed:
-            y_SBH = latent_attention(q_SBND, keys, latents, choice, group, self.kernels, sequence.lengths)
-        else:
+            self.recorder.append(choice.bits_BSC if isinstance(choice, Selection) else choice)
+        if isinstance(choice, Selection):
             attend = ring_attention if size == 1 else gathered_attention
-            y_SBH = attend(q_SBND, *keys, self.scale, replace(block_mask, selection=choice), group)
+            y_SBH = attend(q_SBND, k_SBND, v_SBNE, self.scale, replace(block_mask, selection=choice), group)
+        elif choice is not None and latents is not None:
+            compressed = CompressedKV(*keys)
+            y_SBH = latent_attention(q_SBND, compressed, latents, choice, group, self.kernels, sequence.lengths)
+        else:
+            y_SBH = super().forward(q_SBND, k_SBND, v_SBNE, visible)
         if indexer_loss_grads is None:
             return y_SBH
         return self._attach(y_SBH, *indexer_loss_grads, index, grad_scale, sequence, num_queries)

@@ -23,7 +23,7 @@ from torch.nn import Parameter
 
 from moe_trainer.layers import te
 from moe_trainer.ops.expert_mlp import compute_or_defer
-from moe_trainer.ops.main_grad import gradient_dtype
+from moe_trainer.ops.main_grad import gradient_dtype, set_main_grad
 from moe_trainer.parallel.weight_grads import WeightGradQueue
 from moe_trainer.quantization.iteration import WeightCastCache
 
@@ -61,8 +61,9 @@ def unstacked(
 
 def give_main_grad(shown: Tensor, weight: Tensor) -> Tensor:
     """Give the library's tensor of a weight a tensor to which it adds the gradient, and return that: zeros."""
-    shown.main_grad = torch.zeros(weight.shape, dtype=gradient_dtype(weight), device=weight.device)
-    return shown.main_grad
+    total = torch.zeros(weight.shape, dtype=gradient_dtype(weight), device=weight.device)
+    set_main_grad(shown, total)
+    return total
 
 
 def give_main_grads(weights: Sequence[Tensor], weight_eNK: Tensor, make: Callable[..., Tensor] = torch.zeros) -> Tensor:
@@ -75,7 +76,7 @@ def give_main_grads(weights: Sequence[Tensor], weight_eNK: Tensor, make: Callabl
     """
     sums_eNK = make(weight_eNK.shape, dtype=gradient_dtype(weight_eNK), device=weight_eNK.device)
     for weight, total in zip(weights, sums_eNK, strict=True):
-        weight.main_grad = total
+        set_main_grad(weight, total)
     return sums_eNK
 
 

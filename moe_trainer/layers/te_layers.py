@@ -14,6 +14,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,7 @@ from moe_trainer.layers import te, te_ops
 from moe_trainer.layers.context_parallel import get_cp_comm_type, make_core_attention
 from moe_trainer.layers.core_attention import AttentionMask, CoreAttention
 from moe_trainer.layers.kv_cache import KVCache
-from moe_trainer.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+from moe_trainer.layers.linear import ColumnParallelLinear, ParallelLinear, ReplicatedLinear, RowParallelLinear
 from moe_trainer.layers.norm import Norm
 from moe_trainer.layers.te_experts import (
     FusedGroupedLinear,
@@ -50,10 +51,11 @@ NAMES = ("Linear", "RMSNorm", "LayerNorm", "DotProductAttention")
 BF16_EXPERTS_FROM = (10, 0)
 """Compute capability from which its GEMMs of experts in bf16 come before torch's, which was written for 9.0."""
 
+L = TypeVar("L", bound=ParallelLinear)
 Context = Callable[[], contextlib.AbstractContextManager]
 
 
-def _share(fused: nn.Module, layer: nn.Module) -> nn.Module:
+def _share(fused: Any, layer: ParallelLinear | Norm) -> Any:
     """Give a module of the library the parameters of a local layer."""
     fused.weight = layer.weight
     if layer.bias is not None:
@@ -79,7 +81,7 @@ def userbuffer_options(name: str, overlap: TpOverlap | None) -> dict[str, str | 
     }
 
 
-class _FusedLinear:
+class _FusedLinear(ParallelLinear):
     """A local linear whose forward is the library's.
 
     Attributes:
@@ -138,7 +140,7 @@ class _FusedLinear:
             tensors: see `unstacked`.
             adds: add the gradient to the main gradient.
         """
-        parameter, sums = self.weight, []
+        parameter, sums = self.weight, list[Tensor]()
         (weight,) = unstacked(
             parameter.unsqueeze(0), (lambda: add_to_main_grad(parameter, sums.pop())) if adds else None, tensors
         )
@@ -349,13 +351,13 @@ class FusedLayers:
     stores: bool = False
     backend: SDPBackend | None = None
 
-    def column_linear(self, *sizes: int, **options) -> nn.Module:
+    def column_linear(self, *sizes: int, **options) -> ColumnParallelLinear:
         return self._linear(ColumnParallelLinear, FusedColumnLinear, *sizes, overlap=self.overlap, **options)
 
-    def row_linear(self, *sizes: int, **options) -> nn.Module:
+    def row_linear(self, *sizes: int, **options) -> RowParallelLinear:
         return self._linear(RowParallelLinear, FusedRowLinear, *sizes, overlap=self.overlap, **options)
 
-    def replicated_linear(self, *sizes: int, **options) -> nn.Module:
+    def replicated_linear(self, *sizes: int, **options) -> ReplicatedLinear:
         return self._linear(ReplicatedLinear, FusedReplicatedLinear, *sizes, **options)
 
     def norm(self, size: int, model: ModelArgs, **options) -> nn.Module:
@@ -363,7 +365,7 @@ class FusedLayers:
 
     def core_attention(
         self, model: ModelArgs, layer_number: int, *, head_dim: int, scale: float | None = None
-    ) -> nn.Module:
+    ) -> CoreAttention | FusedAttention:
         local = make_core_attention(
             model,
             layer_number,
@@ -376,7 +378,8 @@ class FusedLayers:
         if not self.fused_attention:
             return local
         heads = model.num_attention_heads // self.ps.tp.size
-        groups, widths = max(1, model.query_groups // self.ps.tp.size), head_dim
+        groups = max(1, model.query_groups // self.ps.tp.size)
+        widths: int | tuple[int, int] = head_dim
         if model.multi_latent_attention:
             groups, widths = heads, (head_dim, model.v_head_dim)
         # tp_size stays 1: the numbers of heads are this rank's, also where ranks share a key-value group
@@ -405,8 +408,8 @@ class FusedLayers:
         return ps.cp.handle, list(ps.cp.ranks), self.stream, "all_gather" if kind == "allgather" else kind
 
     def _linear(
-        self, local: type[nn.Module], fused: type[nn.Module], *sizes: int, queue=None, quantize=None, **options
-    ) -> nn.Module:
+        self, local: Callable[..., L], fused: Callable[..., L], *sizes: int, queue=None, quantize=None, **options
+    ) -> L:
         if queue is not None or (quantize is not None and self.context is None):
             return local(*sizes, queue=queue, quantize=quantize, **options)
         context = contextlib.nullcontext if quantize is None else self.context

@@ -19,6 +19,7 @@ Shape letters: R tokens sorted by expert, e local experts, H hidden, F expert FF
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ from torch.nn import Parameter
 from moe_trainer.layers.te_experts import LibraryGemms, give_main_grads, unstacked
 from moe_trainer.memory.host_read import integer_tensor
 from moe_trainer.ops.expert_mlp import compute_or_defer
+from moe_trainer.ops.main_grad import set_main_grad
 from moe_trainer.parallel.weight_grads import WeightGradQueue
 
 NAMES = ("Sequential", "GroupedLinear", "ScaledSwiGLU")
@@ -120,7 +122,8 @@ class FusedExpertMLP(nn.Module):
         if not isinstance(counts_e, Tensor):
             counts_e = integer_tensor(counts_e, x_RH.device)
         pipeline, fc1, fc2 = self._hidden
-        weights, opened, addresses = {}, [], set()
+        weights: dict[str, Tensor] = {}
+        opened, addresses = [], set()
         for index, (linear, weight) in enumerate(((fc1, w1_eGH), (fc2, w2_eHF))):
             placeholders = _set_placeholders(linear, weight)
             size = self.interleave_size if linear is fc1 else None
@@ -130,7 +133,8 @@ class FusedExpertMLP(nn.Module):
                 self._collector(linear, weight, size, sums, placeholders),
                 interleave(weight.detach(), size).unbind(0),
             )
-            views[0].main_grad = weight.new_empty(0)  # that there is one is checked here; backward reads placeholders
+            # that there is one is checked here; backward reads placeholders
+            set_main_grad(views[0], weight.new_empty(0))
             weights |= {f"operations.{2 * index}.weight{expert}": view for expert, view in enumerate(views)}
             addresses |= {view.untyped_storage()._cdata for view in views}
             if weight.requires_grad:
@@ -151,13 +155,16 @@ class FusedExpertMLP(nn.Module):
 
     def _collector(
         self,
-        linear: nn.Module,
+        linear: Any,
         weight: Parameter,
         size: int | None,
         sums: list[Tensor],
         placeholders: Sequence[Parameter],
     ) -> Callable[[], Tensor | None]:
-        """Return a function that returns or defers the gradient that backward has written, or deferred, in `sums`."""
+        """Return a function that returns or defers the gradient that backward has written, or deferred, in `sums`.
+
+        `linear` is an operation of the library.
+        """
 
         def take() -> Tensor:
             if self.queue is not None:
@@ -166,7 +173,7 @@ class FusedExpertMLP(nn.Module):
 
         def collect() -> Tensor | None:
             for placeholder in placeholders:
-                del placeholder.main_grad
+                del placeholder.main_grad  # type: ignore[attr-defined]  # of give_main_grads
             return compute_or_defer(self.queue, weight, take)
 
         return collect

@@ -22,7 +22,7 @@ from torch import Tensor
 from arguments.parallel import ParallelArgs
 from arguments.regular_file import regular_file
 from moe_trainer.errors import UserError
-from moe_trainer.parallel.collectives import reduce_scatter_flat
+from moe_trainer.parallel.collectives import CollectiveWork, reduce_scatter_flat
 from moe_trainer.parallel.mappings import rows_per_rank
 from moe_trainer.parallel.p2p import Receive, Send, exchange
 from moe_trainer.parallel.state import Group
@@ -181,8 +181,8 @@ def _ring(x: Tensor, group: Group, whole: Tensor | None) -> Iterator[tuple[int, 
             yield source, rows
             return
         received = torch.empty_like(rows) if shards is None else shards[before]
-        messages = [Send(rows, (group.rank + 1) % group.size), Receive(received, (group.rank - 1) % group.size)]
-        work = exchange(messages, group)
+        onward, back = Send(rows, (group.rank + 1) % group.size), Receive(received, (group.rank - 1) % group.size)
+        work = exchange([onward, back], group)
         yield source, rows
         work.wait()
         rows = received
@@ -192,14 +192,14 @@ class PendingChunks:
     """Reduce-scatters that have started, with their operands."""
 
     def __init__(self) -> None:
-        self._started: list[tuple[object, Tensor]] = []
+        self._started: list[tuple[CollectiveWork, Tensor]] = []
 
-    def add(self, work: object, operand: Tensor) -> None:
+    def add(self, work: CollectiveWork, operand: Tensor) -> None:
         self._started.append((work, operand))
 
     def wait(self) -> None:
         for work, _ in self._started:
-            work.wait()  # type: ignore[attr-defined]
+            work.wait()
         self._started.clear()
 
 

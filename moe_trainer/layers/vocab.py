@@ -225,7 +225,7 @@ class OutputHead(nn.Module):
         queue: WeightGradQueue | None = None,
         kernels: LogitKernels = TORCH_LOGIT_KERNELS,
         logit_dtype: torch.dtype | None = None,
-        quantize: Callable[..., QuantizedGemms] | None = None,
+        quantize: Callable[..., QuantizedGemms | None] | None = None,
     ):
         super().__init__()
         name, init = "output_layer", output_init(model)
@@ -242,11 +242,17 @@ class OutputHead(nn.Module):
         bias_info = ParamInfo((f"{name}.bias",), init="zeros", **cut)
         self.bias = make_parameter((num_rows,), bias_info) if bias else None
 
-    def _operands(self, x_SBH: Tensor, weight: Parameter) -> tuple[Tensor, Tensor]:
+    def _operands(self, x_SBH: Tensor, tied_weight: Parameter | None) -> tuple[Tensor, Tensor]:
         """Return hidden states and weight, with the bias as a further column of the weight.
 
         Every form of the loss then has its value and its gradient. The copy of the weight is cheap next to a GEMM.
+
+        Raises:
+            ValueError: if there is neither a weight of this layer nor a tied one.
         """
+        weight = self.weight if tied_weight is None else tied_weight
+        if weight is None:
+            raise ValueError("a tied output layer needs the weight of the embedding")
         if self.bias is None:
             return x_SBH, weight
         bias_V = self.bias if weight.requires_grad else self.bias.detach()
@@ -264,7 +270,7 @@ class OutputHead(nn.Module):
             weights_BS: a promise that the gradient of the result will be these times one number; it saves the memory of
                 the logits.
         """
-        x_SBH, weight = self._operands(x_SBH, self.weight if tied_weight is None else tied_weight)
+        x_SBH, weight = self._operands(x_SBH, tied_weight)
         # the queue wants the logits' gradient itself
         weights = None if weights_BS is None or self.queue is not None else weights_BS.t()
         if self.group.size == 1 and self.queue is None:
@@ -272,7 +278,8 @@ class OutputHead(nn.Module):
             return loss_SB.t().contiguous()
         labels_T, step = labels_BS.t().reshape(-1), labels_BS.numel()
         if weights is not None and self.quantized is None:
-            step = tokens_per_chunk(step, *weight.shape, weight.dtype, x_SBH.device, self.gemms.logit_dtype(weight))
+            rows, width = weight.shape
+            step = tokens_per_chunk(step, rows, width, weight.dtype, x_SBH.device, self.gemms.logit_dtype(weight))
         inputs, how = (x_SBH, weight, labels_T), LinearPass(self.group, self.sequence_parallel, self.gemms, self.queue)
         if weights is not None and step < len(labels_T):
             chunks = step, needs_grad(x_SBH, weight)
@@ -283,7 +290,7 @@ class OutputHead(nn.Module):
 
     def logits(self, x_SBH: Tensor, tied_weight: Parameter | None = None) -> Tensor:
         """Return the logits of the full vocabulary, in the dtype of the logits, on every rank."""
-        x_SBH, weight = self._operands(x_SBH, self.weight if tied_weight is None else tied_weight)
+        x_SBH, weight = self._operands(x_SBH, tied_weight)
         logits_SBV = column_parallel_gemm(
             x_SBH, weight, self.group, sequence_parallel=self.sequence_parallel, gemms=self.gemms
         )

@@ -27,7 +27,7 @@ from moe_trainer.layers.layer_factory import LayerFactory
 from moe_trainer.layers.mlp import MLP
 from moe_trainer.layers.pass_inputs import PassInputs
 from moe_trainer.layers.rotary import Tables
-from moe_trainer.moe.layer import MoELayer, RoutingOutput
+from moe_trainer.moe.layer import MoELayer, PreprocessedTokens, RoutingOutput
 from moe_trainer.parallel.state import ParallelState
 
 
@@ -181,9 +181,10 @@ class TransformerLayer(nn.Module):
         if self.is_moe and self.graphs.is_captured("moe_router"):
             modules = _present(norm, *self.mlp.routing_modules)
             normed, routed = self.graphs.run("moe_router", route, modules, x_SBH, *forced, kind=self.kind)
-            self.graphs.record(self.kind, "moe_preprocess", routed.state is not None)
+            self.graphs.record(self.kind, "moe_preprocess", isinstance(routed, PreprocessedTokens))
             self.graphs.record(self.kind, "dispatch and experts", False)
-            return self._add_residual(x_SBH, normed, post_norm, self.mlp(normed, inputs, routed))
+            y_SBH = self.mlp(x_SBH if normed is None else normed, inputs, routed)
+            return self._add_residual(x_SBH, normed, post_norm, y_SBH)
         part = "moe" if self.is_moe else "mlp"
         return self.graphs.run(part, run, _present(norm, self.mlp, post_norm), x_SBH, *forced, kind=self.kind)
 

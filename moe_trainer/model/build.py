@@ -4,7 +4,6 @@ Initialization needs no extra memory and depends on (seed, name) only: every map
 """
 
 import logging
-from typing import Any
 
 import torch
 from torch import nn
@@ -34,7 +33,7 @@ from moe_trainer.model.transformer import Transformer
 from moe_trainer.moe.dispatch.flex import DispatchBufferSpec
 from moe_trainer.moe.dispatch.select import attach_dispatcher, build_dispatcher, select_fused_topk
 from moe_trainer.parallel.overlap_threads import AlternatingExecutor
-from moe_trainer.parallel.params import get_param_info
+from moe_trainer.parallel.params import get_param_info, set_param_info
 from moe_trainer.parallel.rng import ShardRNG, init_parameters
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.parallel.weight_grads import WeightGradQueue
@@ -281,9 +280,8 @@ def _materialize(chunk: nn.Module, device: torch.device, dtype: torch.dtype, see
     for module in chunk.modules():
         for name, param in module.named_parameters(recurse=False):
             if param not in replacements:
-                new: Any = Parameter(_allocate(param, dtype, device))
-                new.info = get_param_info(param)
-                replacements[param] = new
+                replacements[param] = Parameter(_allocate(param, dtype, device))
+                set_param_info(replacements[param], get_param_info(param))
             setattr(module, name, replacements[param])
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype, device=device)

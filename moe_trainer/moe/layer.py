@@ -39,24 +39,41 @@ from moe_trainer.parallel.state import Group, ParallelState
 
 
 @dataclass(frozen=True)
-class RoutingOutput:
+class _RoutingOutput:
     """Router output and state before token_dispatch.
 
     Attributes:
         shape: of this rank's tokens, [S, B, H].
-        x_SBH: tokens as the experts read them; None if `state` is set, as probs_TE and routing_TE.
-        probs_TE: routing probabilities.
-        routing_TE: routing map.
-        state: output of dispatch_preprocess, if that has run.
         shared_SBH: output of the shared experts, None if they run later.
     """
 
     shape: torch.Size
-    x_SBH: Tensor | None
-    probs_TE: Tensor | None
-    routing_TE: Tensor | None
-    state: DispatchState | None = None
-    shared_SBH: Tensor | None = None
+    shared_SBH: Tensor | None
+
+
+@dataclass(frozen=True)
+class RoutedTokens(_RoutingOutput):
+    """Output of the router.
+
+    Attributes:
+        x_SBH: tokens as the experts read them.
+        probs_TE: routing probabilities.
+        routing_TE: routing map.
+    """
+
+    x_SBH: Tensor
+    probs_TE: Tensor
+    routing_TE: Tensor
+
+
+@dataclass(frozen=True)
+class PreprocessedTokens(_RoutingOutput):
+    """Output of dispatch_preprocess, in `state`."""
+
+    state: DispatchState
+
+
+RoutingOutput = RoutedTokens | PreprocessedTokens
 
 
 class MoELayer(nn.Module):
@@ -107,7 +124,8 @@ class MoELayer(nn.Module):
         if quantization is not None:
             multiple = 1 if self.experts.pipeline is None else self.experts.pad_multiple
             self.padding_multiple = max(quantization.recipe.alignment, multiple)
-        self.fc1_latent_proj = self.fc2_latent_proj = None
+        self.fc1_latent_proj: nn.Module | None = None
+        self.fc2_latent_proj: nn.Module | None = None
         if moe.moe_latent_size is not None:
             self._build_latent_projections(model, moe.moe_latent_size, ps, name, factory)
         self.projection_name = moe.output_projection
@@ -122,16 +140,16 @@ class MoELayer(nn.Module):
                 sequence_parallel=True,  # as below
             )
             self.add_module(self.projection_name, projection)
-        self.shared_experts = None
+        self.shared_experts: SharedExperts | None = None
         if moe.moe_shared_expert_intermediate_size is not None:
             self.shared_experts = SharedExperts(model, moe, ps, f"{name}.shared_experts", factory, sequence_parallel)
         self.overlap_shared = self.shared_experts is not None and moe.moe_shared_expert_overlap
-        self.dispatcher: TokenDispatcher | None = None
+        self.dispatcher: TokenDispatcher
         self.receive = build_receive_policy(moe, f"{name}.experts", ps.etp.size, factory.activations)
         self.placement = build_placement(moe, ps)
         self.known_counts: CountsFn = unknown_counts
         self.pad_routing: Callable[[Tensor], Tensor] = unpadded
-        self.sent_tokens_P = None
+        self.sent_tokens_P: Tensor | None = None
         self.overlap_executor, self.queue, self.activations, self.graphs = (
             factory.overlap_executor,
             factory.queue,
@@ -170,14 +188,14 @@ class MoELayer(nn.Module):
 
     def forward(
         self,
-        x_SBH: Tensor | None,
+        x_SBH: Tensor,
         inputs: PassInputs = PLAIN_PASS,
         routed: RoutingOutput | None = None,
     ) -> Tensor:
         """Run the layer.
 
         Args:
-            x_SBH: input; with `routed` only overlapped shared experts read it.
+            x_SBH: input; with `routed` only overlapped shared experts read it, without them it may be any tensor.
             inputs: what the router reads.
             routed: output of `route`, if that has run.
 
@@ -188,32 +206,38 @@ class MoELayer(nn.Module):
         """
         if routed is None:
             routed = self._route_tokens(x_SBH, inputs)
-        if self.activations.mlp_chunks == 1:
-            y_SBH, shared_SBH = self._run_routed(routed, x_SBH)
-        else:
+        if self.activations.mlp_chunks > 1 and isinstance(routed, RoutedTokens):
             tables = (table.unflatten(0, routed.shape[:2]) for table in (routed.probs_TE, routed.routing_TE))
             y_SBH = self.activations.run_in_chunks("moe", self._run_chunk, routed.x_SBH, *tables)
             shared_SBH = routed.shared_SBH
+        else:
+            y_SBH, shared_SBH = self._run_routed(routed, x_SBH)
         y_SBH = gather_rows_replicated(y_SBH, self.replicas)
-        if self.shared_experts is None:
-            return y_SBH
-        return y_SBH + (self._run_shared(x_SBH) if shared_SBH is None else shared_SBH)
+        if shared_SBH is None:
+            shared_SBH = self._run_shared(x_SBH)
+        return y_SBH if shared_SBH is None else y_SBH + shared_SBH
 
     def _run_chunk(self, x_SBH: Tensor, probs_SBE: Tensor, routing_SBE: Tensor) -> Tensor:
         """Run the experts on a chunk of the sequence. It was routed with all tokens, so balancing sees no chunks."""
         probs_TE, routing_TE = probs_SBE.flatten(0, 1), routing_SBE.flatten(0, 1)
-        routed = RoutingOutput(x_SBH.shape, x_SBH, probs_TE, self.pad_routing(routing_TE))
-        return self._run_routed(routed, None)[0]
+        routed = RoutedTokens(x_SBH.shape, None, x_SBH, probs_TE, self.pad_routing(routing_TE))
+        return self._run_routed(routed, x_SBH)[0]
 
-    def _run_routed(self, routed: RoutingOutput, x_SBH: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def _run_routed(self, routed: RoutingOutput, x_SBH: Tensor) -> tuple[Tensor, Tensor | None]:
         """Run dispatch, experts and combine.
+
+        Args:
+            routed: what the experts read.
+            x_SBH: what overlapped shared experts read.
 
         Returns:
             The results of this rank's tokens, and those of the shared experts, None if they have not run.
         """
-        dispatcher, plan, state, shared_SBH = self.dispatcher, None, routed.state, routed.shared_SBH
+        dispatcher, plan, shared_SBH = self.dispatcher, None, routed.shared_SBH
         num_tokens = routed.shape[0] * routed.shape[1]
-        if state is None:
+        if isinstance(routed, PreprocessedTokens):
+            state = routed.state
+        else:
             placed = self.placement.place(
                 routed.probs_TE,
                 routed.routing_TE,
@@ -248,14 +272,13 @@ class MoELayer(nn.Module):
         This is routing, dispatch_preprocess if that is captured too, and the shared experts unless they overlap the
         dispatch.
         """
-        routed = self._route_tokens(x_SBH, inputs)
-        known = self.known_counts(routed.shape[0] * routed.shape[1])
+        tokens = self._route_tokens(x_SBH, inputs)
+        routed: RoutingOutput = tokens
+        known = self.known_counts(tokens.shape[0] * tokens.shape[1])
         if known is not None and self.dispatcher.uses_known_counts and self.graphs.is_captured("moe_preprocess"):
-            placed = PlacedRouting(routed.probs_TE, routed.routing_TE, known)
-            routed = RoutingOutput(routed.shape, None, None, None, self._preprocess(routed, placed, True))
-        if self.shared_experts is not None and not self.overlap_shared:
-            routed = replace(routed, shared_SBH=self._run_shared(x_SBH))
-        return routed
+            placed = PlacedRouting(tokens.probs_TE, tokens.routing_TE, known)
+            routed = PreprocessedTokens(tokens.shape, None, self._preprocess(tokens, placed, True))
+        return routed if self.overlap_shared else replace(routed, shared_SBH=self._run_shared(x_SBH))
 
     @property
     def routing_modules(self) -> list[nn.Module]:
@@ -263,7 +286,7 @@ class MoELayer(nn.Module):
         modules = [self.router, self.fc1_latent_proj, None if self.overlap_shared else self.shared_experts]
         return [module for module in modules if module is not None]
 
-    def _route_tokens(self, x_SBH: Tensor, inputs: PassInputs) -> RoutingOutput:
+    def _route_tokens(self, x_SBH: Tensor, inputs: PassInputs) -> RoutedTokens:
         x_SBH = scatter_rows_to_group(x_SBH, self.replicas)
         probs_TE, routing_TE = self.router(x_SBH, inputs)
         if self.activations.mlp_chunks == 1:
@@ -271,9 +294,9 @@ class MoELayer(nn.Module):
         shape = x_SBH.shape
         if self.fc1_latent_proj is not None:
             x_SBH = self.fc1_latent_proj(x_SBH)
-        return RoutingOutput(shape, x_SBH, probs_TE, routing_TE)
+        return RoutedTokens(shape, None, x_SBH, probs_TE, routing_TE)
 
-    def _preprocess(self, routed: RoutingOutput, placed: PlacedRouting, is_captured: bool) -> DispatchState:
+    def _preprocess(self, routed: RoutedTokens, placed: PlacedRouting, is_captured: bool) -> DispatchState:
         """Count what is sent, and sort it by destination."""
         self._count_sent_tokens(placed.routing_TV)
         buffer = self.receive.fixed_buffer(routed.shape[0] * routed.shape[1], self.experts)
@@ -320,7 +343,10 @@ class MoELayer(nn.Module):
         if self.training and torch.is_grad_enabled():
             self.sent_tokens_P += routing_TV.unflatten(1, (len(self.sent_tokens_P), -1)).sum((0, 2))
 
-    def _run_shared(self, x_SBH: Tensor) -> Tensor:
+    def _run_shared(self, x_SBH: Tensor) -> Tensor | None:
+        """Return the output of the shared experts; None without them."""
+        if self.shared_experts is None:
+            return None
         return self.activations.run_in_chunks("shared_experts", self.shared_experts, x_SBH)
 
     def named_state_buffers(self) -> Iterator[tuple[str, Tensor]]:

@@ -19,6 +19,17 @@ from moe_trainer.ops.gemms import LinearGemms
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 
+def set_main_grad(weight: Tensor, total: Tensor) -> None:
+    """Set `main_grad`, where the gradients of a weight are summed; TransformerEngine's GEMMs look for it too."""
+    weight.main_grad = total  # type: ignore[attr-defined]  # torch's class does not declare it
+
+
+def set_main_grad_sum(weight: Tensor, opens: Callable[[Tensor], "MainGradSum | None"], dtype: torch.dtype) -> None:
+    """Let `get_main_grad_sum` call `opens`, for a sum of this dtype."""
+    weight.main_grad_sum = opens  # type: ignore[attr-defined]  # torch's class does not declare it
+    weight.main_grad_sum_dtype = dtype  # type: ignore[attr-defined]  # likewise
+
+
 class MainGradSum(NamedTuple):
     """Where a gradient is accumulated: total = beta * total + alpha * gradient. beta 0 overwrites.
 

@@ -27,6 +27,7 @@ from torch.distributed.tensor import debug as tensor_debug
 from torch.nn import Parameter
 
 from arguments.optimizer import OptimizerArgs
+from moe_trainer.ops.main_grad import set_main_grad
 from moe_trainer.optim.buckets import Slot
 from moe_trainer.optim.optimizer_shard import OptimizerShard, ParamShard, ParamState, Segment
 from moe_trainer.optim.param_groups import get_param_group
@@ -228,7 +229,7 @@ class FsdpGrads:
         """Set every `main_grad` to the full gradient, after finish(). Collective over the ranks that shard it."""
         self.outer.all_gather(self.view)
         for param in self.params:
-            param.main_grad = full_tensor(self._finished[param])  # type: ignore[attr-defined]
+            set_main_grad(param, full_tensor(self._finished[param]))
 
 
 class FsdpShard(OptimizerShard):

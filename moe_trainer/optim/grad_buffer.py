@@ -26,7 +26,7 @@ from arguments.mechanisms.shardings import get_sharding
 from arguments.parallel import ParallelArgs
 from arguments.precision import PrecisionArgs
 from moe_trainer.ops.fused_library import FusedLibrary
-from moe_trainer.ops.main_grad import MainGradSum, can_accumulate_gemm
+from moe_trainer.ops.main_grad import MainGradSum, can_accumulate_gemm, set_main_grad, set_main_grad_sum
 from moe_trainer.optim.buckets import Bucket, FlatLayout, Slot
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.params import get_param_info
@@ -200,7 +200,7 @@ class DataParallelGrads:
         for pending in self._order:
             for slot in pending.bucket.slots:
                 main_grad = pending.buffer.flat[slot.start : slot.stop].view(slot.param.shape)
-                slot.param.main_grad = main_grad  # type: ignore[attr-defined]
+                set_main_grad(slot.param, main_grad)
                 if pending.buffer.flat.dtype != torch.float32 and _matches(
                     slot, parallel.ddp_param_name_patterns_for_fp32_local_accumulation
                 ):
@@ -209,10 +209,7 @@ class DataParallelGrads:
                 self._hooks.append(slot.param.register_post_accumulate_grad_hook(hook))
                 if fused:
                     accumulator = pending.local.get(slot, main_grad)
-                    slot.param.main_grad_sum = functools.partial(  # type: ignore[attr-defined]
-                        self._open_sum, pending, slot
-                    )
-                    slot.param.main_grad_sum_dtype = accumulator.dtype  # type: ignore[attr-defined]
+                    set_main_grad_sum(slot.param, functools.partial(self._open_sum, pending, slot), accumulator.dtype)
 
     def close(self) -> None:
         """Remove the hooks, which keep the parameters and all process groups alive where no garbage collector looks."""

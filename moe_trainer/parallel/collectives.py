@@ -13,7 +13,7 @@ run their backward in the same order.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,12 @@ _OPS = MappingProxyType(
 # torch 2.13 renamed these two
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class CollectiveWork(Protocol):
+    """Work object of a collective that may be in flight."""
+
+    def wait(self) -> object: ...
 
 
 class CompletedWork:

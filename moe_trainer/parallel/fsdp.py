@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Parameter
 
 from moe_trainer.parallel import collectives
-from moe_trainer.parallel.params import get_param_info
+from moe_trainer.parallel.params import get_param_info, set_param_info
 from moe_trainer.parallel.state import Group, ParallelState
 
 
@@ -79,7 +79,7 @@ class FullSharding:
         for unit, previous in zip(units, units[:1] + units[:-1], strict=True):
             unit.set_modules_to_backward_prefetch([previous])
         for name, param in chunk.named_parameters():
-            param.info = infos[name]  # type: ignore[attr-defined]
+            set_param_info(param, infos[name])
         chunk.register_forward_hook(_reshard_after_eval)
 
     def _shard(self, module: nn.Module, kind: str) -> Any:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from moe_trainer.parallel.collectives import (
+    CollectiveWork,
     all_gather_flat,
     all_reduce,
     all_to_all_flat,
@@ -33,13 +34,13 @@ from moe_trainer.parallel.collectives import (
 from moe_trainer.parallel.state import Group
 
 
-def gather_rows(x: Tensor, group: Group, async_op: bool = False) -> tuple[Tensor, object]:
+def gather_rows(x: Tensor, group: Group, async_op: bool = False) -> tuple[Tensor, CollectiveWork]:
     """All-gather along dimension 0, without autograd; also return the work object with async_op."""
     out = x.new_empty(group.size * x.shape[0], *x.shape[1:])
     return out, all_gather_flat(out.view(-1), x.contiguous().view(-1), group, async_op=async_op)
 
 
-def reduce_scatter_rows(x: Tensor, group: Group, async_op: bool = False) -> tuple[Tensor, object]:
+def reduce_scatter_rows(x: Tensor, group: Group, async_op: bool = False) -> tuple[Tensor, CollectiveWork]:
     """Reduce-scatter along dimension 0, without autograd; returns as gather_rows."""
     out = x.new_empty(rows_per_rank(x, group), *x.shape[1:])
     return out, reduce_scatter_flat(out.view(-1), x.contiguous().view(-1), group, async_op=async_op)

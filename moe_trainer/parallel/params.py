@@ -107,6 +107,11 @@ def get_param_info(param: Parameter) -> ParamInfo:
     return info
 
 
+def set_param_info(param: Parameter, info: ParamInfo) -> None:
+    """Set `param.info`."""
+    param.info = info  # type: ignore[attr-defined]  # torch's class does not declare it
+
+
 def freeze_all_but(modules: Iterable[nn.Module], is_trained: Callable[[str], bool]) -> None:
     """Freeze the parameters whose global name is not trained, so that none has a gradient or an optimizer state."""
     for param in (param for module in modules for param in module.parameters()):

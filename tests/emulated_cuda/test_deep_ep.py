@@ -187,10 +187,10 @@ def watch_streams(rank: int, n: int, sources: Path) -> tuple[list[bool], list[in
     probs, routing = (table.cuda() for table in random_routing(rank, 16, 2, "plain"))
     x = torch.randn(16, HIDDEN, dtype=torch.bfloat16, device="cuda").requires_grad_()
     state = library.start_token_dispatch(library.dispatch_preprocess(x, probs.requires_grad_(), routing))
-    waits = [state.handle.exchange._in_flight is not None]
+    waits = [bool(state.handle.exchange._in_flight)]
     state = library.dispatch_postprocess(library.finish_token_dispatch(state))
     y, handle = library.start_token_combine(state.x_RH * state.probs_R.to(x.dtype).unsqueeze(1), state)
-    waits.append(handle._in_flight is not None)
+    waits.append(bool(handle._in_flight))
     library.finish_token_combine(y, handle, state).sum().backward()
     return waits, streams, torch.cuda.current_stream().cuda_stream
 

@@ -22,7 +22,7 @@ from moe_trainer.layers.kernels import Kernels, select_kernels, with_delta_rule
 from moe_trainer.ops.pointwise import Activation
 from tests.arguments.test_tokens import TOY
 
-ATTRIBUTES = [attribute for _, *fields in kernels._SOURCES.values() for _, attribute, *_ in fields]
+ATTRIBUTES = [attribute for fields in kernels._SOURCES.values() for _, _, attribute in fields]
 
 
 def test_default_kernels_on_a_device_with_triton(monkeypatch, caplog):

@@ -102,7 +102,7 @@ def class_of(dispatcher):
 
 def make(dispatcher, ps):
     moe = MoEArgs(num_experts=8, **dispatcher.selected_by)
-    return load_module(dispatcher).make_dispatcher(DispatcherSettings(ps, moe, None, Permutation()))
+    return load_module(dispatcher).make_dispatcher(DispatcherSettings(ps, moe, Permutation()))
 
 
 def tokens(sizes, dtype):
@@ -330,8 +330,7 @@ def _overlapped(rank, n, layout, dispatcher):
 
         def start_and_remember(*rest, start=start, handles=handles):
             sent = start(*rest)
-            work = sent.handle.work
-            handles.append(work[0] if dispatcher == "hierarchical" else work)
+            handles.append(sent.handle.work)
             return sent
 
         def look(*_, handles=handles):

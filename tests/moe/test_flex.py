@@ -24,7 +24,7 @@ from moe_trainer.memory.activations import ActivationPolicy
 from moe_trainer.model import build
 from moe_trainer.moe.dispatch import deepep
 from moe_trainer.moe.dispatch.alltoall import AllToAllDispatcher
-from moe_trainer.moe.dispatch.flex import DispatchBufferSpec, DispatcherSettings
+from moe_trainer.moe.dispatch.flex import DispatchBufferSpec, LibrarySettings
 from moe_trainer.moe.dispatch.local import LocalDispatcher
 from moe_trainer.moe.dispatch.select import build_dispatcher
 from moe_trainer.ops.permute import Permutation
@@ -422,7 +422,7 @@ def test_deep_ep_2_keeps_the_order_of_tokens_in_deterministic_mode(monkeypatch, 
     monkeypatch.setitem(sys.modules, "deep_ep", library)
     moe = sections(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend="deepep").moe
     rows = DispatchBufferSpec(deepep.V2_HIDDEN_MULTIPLE, 8, torch.bfloat16, torch.device("cpu"), deterministic)
-    deepep.make_dispatcher(DispatcherSettings(ParallelState.single(), moe, rows, Permutation()))
+    deepep.make_dispatcher(LibrarySettings(ParallelState.single(), moe, Permutation(), buffer=rows))
     assert given.get("deterministic", False) == deterministic
 
 

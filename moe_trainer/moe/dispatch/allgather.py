@@ -33,7 +33,13 @@ from moe_trainer.moe.dispatch.base import (
 )
 from moe_trainer.moe.dispatch.flex import DispatcherSettings
 from moe_trainer.ops.permute import Permutation
-from moe_trainer.parallel.collectives import all_gather_flat, all_gather_rows, all_to_all, reduce_scatter_rows
+from moe_trainer.parallel.collectives import (
+    CollectiveWork,
+    all_gather_flat,
+    all_gather_rows,
+    all_to_all,
+    reduce_scatter_rows,
+)
 from moe_trainer.parallel.state import ParallelState
 
 
@@ -43,15 +49,14 @@ class _AllGatherState:
 
     Attributes:
         routing: before token_dispatch this rank's [T, E] map, after it the [G, e] map of the local experts.
-        count_work: handle of the exchange of counts.
-        counts: pending host read of every rank's number of tokens and the local experts' routed tokens.
+        counts: handle of the exchange of counts, and the pending host read of every rank's number of tokens and the
+            local experts' routed tokens.
         sizes: tokens of every rank, on the host.
         routes: the local permutation.
     """
 
     routing: Tensor
-    count_work: Any = None
-    counts: Callable[[], list[int]] | None = None
+    counts: tuple[CollectiveWork, Callable[[], list[int]]] | None = None
     sizes: tuple[int, ...] = ()
     routes: Any = None
 
@@ -75,18 +80,20 @@ class AllGatherDispatcher(TokenDispatcher):
 
         Ranks may have different numbers of tokens, for example in the last batch of an evaluation.
         """
-        known, gather = hints.known, _AllGatherState(routing_TE)
+        known = hints.known
         if known is not None and known.per_expert is not None:
             counts_e = [known.per_expert * self.group.size] * (routing_TE.shape[1] // self.ep_size)
-            return DispatchState(x_TH, probs_TE, counts_e, replace(gather, sizes=(x_TH.shape[0],) * self.group.size))
-        return DispatchState(x_TH, probs_TE, [], gather if hints.is_captured else self._start_count_exchange(gather))
+            sizes = (x_TH.shape[0],) * self.group.size
+            return DispatchState(x_TH, probs_TE, counts_e, _AllGatherState(routing_TE, sizes=sizes))
+        counts = None if hints.is_captured else self._start_count_exchange(routing_TE)
+        return DispatchState(x_TH, probs_TE, [], _AllGatherState(routing_TE, counts))
 
-    def _start_count_exchange(self, gather: _AllGatherState) -> _AllGatherState:
-        num_tokens = gather.routing.new_full((1,), gather.routing.shape[0], dtype=torch.int64)
-        local_N = torch.cat([num_tokens, gather.routing.sum(0)])
+    def _start_count_exchange(self, routing_TE: Tensor) -> tuple[CollectiveWork, Callable[[], list[int]]]:
+        num_tokens = routing_TE.new_full((1,), routing_TE.shape[0], dtype=torch.int64)
+        local_N = torch.cat([num_tokens, routing_TE.sum(0)])
         table_SN = local_N.new_empty(self.group.size, local_N.shape[0])
         work = all_gather_flat(table_SN.view(-1), local_N, self.group, async_op=True)
-        return replace(gather, count_work=work, counts=self._reader.start(self._sizes, table_SN, work=work))
+        return work, self._reader.start(self._sizes, table_SN, work=work)
 
     def _sizes(self, table_SN: Tensor) -> Tensor:
         """Return the number of tokens of every rank, then the routed tokens of the local experts."""
@@ -99,15 +106,14 @@ class AllGatherDispatcher(TokenDispatcher):
         gather: _AllGatherState = state.handle
         if gather.sizes:
             return state
-        if gather.counts is None:
-            gather = self._start_count_exchange(gather)
-        gather.count_work.wait()
-        counts = cache_fn(gather.counts)
+        work, read_counts = gather.counts or self._start_count_exchange(gather.routing)
+        work.wait()
+        counts = cache_fn(read_counts)
         sizes = tuple(counts[: self.group.size])
         return replace(
             state,
             tokens_per_expert_e=counts[self.group.size :],
-            handle=replace(gather, count_work=None, counts=None, sizes=sizes),
+            handle=_AllGatherState(gather.routing, sizes=sizes),
         )
 
     def finish_token_dispatch(self, state: DispatchState) -> DispatchState:

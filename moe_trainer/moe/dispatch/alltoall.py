@@ -53,49 +53,105 @@ from moe_trainer.ops.fixed_slots import (
     sum_slots,
 )
 from moe_trainer.ops.permute import Permutation, block_permutation, reorder
-from moe_trainer.parallel.collectives import all_gather_flat, all_gather_rows, all_to_all_flat, finish_exchange
+from moe_trainer.parallel.collectives import (
+    CollectiveWork,
+    all_gather_flat,
+    all_gather_rows,
+    all_to_all_flat,
+    finish_exchange,
+)
 from moe_trainer.parallel.state import ParallelState
 
 
 @dataclass(frozen=True)
-class _AllToAllState:
-    """State passed between the phases of one dispatch.
+class _CountExchange:
+    """The exchange of counts, in flight.
 
     Attributes:
-        routes: the local permutation; None until the number of routed tokens is known.
-        counts_E: this rank's tokens for each expert.
-        expert_E: see DispatchHints.
-        routing_TE: routing that is not applied yet.
-        received_Se: tokens from each source for each local expert; None until the counts are exchanged.
-        work: what is in flight: the exchange of counts, later that of tokens.
-        known: see DispatchHints.
+        received_Se: tokens from each rank of ep for each local expert.
+        work: its handle.
         counts: pending host read of the tokens sent to each rank, then received_Se. None with etp > 1, whose ranks
             gather first.
-        send, receive: tokens to and from each rank of ep, on the host.
-        gathered: tokens received by each rank of etp, on the host.
-        order_R, inverse_R: permutation between blocks [source][expert] and [expert][source]; None if these are equal.
-        slots, slot_size, pad_multiple: with a fixed buffer, the local permutation, the tokens of each slot, and the
-            multiple to which those of each expert are padded in the buffer.
-        order: where the tokens of slots are in the buffer.
+    """
+
+    received_Se: Tensor
+    work: CollectiveWork
+    counts: Callable[[], list[int]] | None
+
+
+@dataclass(frozen=True)
+class _FixedSlots:
+    """The slots of a fixed buffer.
+
+    Attributes:
+        map: the local permutation.
+        size: tokens of each slot.
+        pad_multiple: to which the tokens of each expert are padded in the buffer.
+    """
+
+    map: SlotMap
+    size: int
+    pad_multiple: int
+
+
+@dataclass(frozen=True)
+class _SortedState:
+    """State of one dispatch before token_dispatch.
+
+    Attributes:
+        routes: the local permutation; None while `routing_TE` is not applied, and with slots.
+        counts_E: this rank's tokens for each expert.
+        expert_E: see DispatchHints.
+        routing_TE: routing that is not applied yet, because the number of routed tokens is not known.
+        known: see DispatchHints.
+        exchange: of counts, if it has started.
+        slots: with a fixed buffer.
     """
 
     routes: Any
     counts_E: Tensor
     expert_E: Tensor | None = None
     routing_TE: Tensor | None = None
-    received_Se: Tensor | None = None
-    work: Any = None
     known: KnownCounts | None = None
-    counts: Callable[[], list[int]] | None = None
-    send: tuple[int, ...] = ()
-    receive: tuple[int, ...] = ()
-    gathered: tuple[int, ...] = ()
-    order_R: Tensor | None = None
-    inverse_R: Tensor | None = None
-    slots: SlotMap | None = None
-    slot_size: int = 0
-    pad_multiple: int = 1
-    order: BufferOrder | None = None
+    exchange: _CountExchange | None = None
+    slots: _FixedSlots | None = None
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """What is sent.
+
+    Attributes:
+        received_Se: tokens from each source for each local expert.
+        send, receive: tokens to and from each rank of ep, on the host.
+        gathered: tokens received by each rank of etp, on the host.
+    """
+
+    received_Se: Tensor
+    send: tuple[int, ...]
+    receive: tuple[int, ...]
+    gathered: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _SentState:
+    """State of one dispatch from token_dispatch on.
+
+    Attributes:
+        routes: the local permutation; None with slots.
+        sizes: what is sent.
+        slots: with a fixed buffer.
+        work: the exchange of tokens, while it is in flight.
+        orders: permutation from blocks [source][expert] to [expert][source], and back; None if these are equal.
+        buffer_order: where the tokens of slots are in the buffer.
+    """
+
+    routes: Any
+    sizes: _Sizes
+    slots: _FixedSlots | None
+    work: Any
+    orders: tuple[Tensor, Tensor] | None = None
+    buffer_order: BufferOrder | None = None
 
 
 class AllToAllDispatcher(TokenDispatcher):
@@ -121,34 +177,24 @@ class AllToAllDispatcher(TokenDispatcher):
             return self._fill_slots(x_TH, probs_TE, routing_TE, hints.buffer_size, hints)
         known = hints.known
         if known is None:
-            plan = _AllToAllState(None, routing_TE.sum(0), hints.expert_E, routing_TE)
-            return DispatchState(x_TH, probs_TE, [], plan if hints.is_captured else self._start_count_exchange(plan))
+            counts_E = routing_TE.sum(0)
+            exchange = None if hints.is_captured else self._start_count_exchange(counts_E)
+            plan = _SortedState(None, counts_E, hints.expert_E, routing_TE, exchange=exchange)
+            return DispatchState(x_TH, probs_TE, [], plan)
         x_RH, probs_R, routes = self._permute(x_TH, probs_TE, routing_TE, hints.expert_E, known.num_tokens)
-        plan = _AllToAllState(routes, routes.counts_E, known=known)
-        needs_no_exchange = known.per_expert is not None or known.by_rank is not None
-        if not (hints.is_captured or needs_no_exchange):
-            plan = self._start_count_exchange(plan)
-        return DispatchState(x_RH, probs_R, [], plan)
+        needs_exchange = known.per_expert is None and known.by_rank is None
+        exchange = self._start_count_exchange(routes.counts_E) if needs_exchange and not hints.is_captured else None
+        return DispatchState(x_RH, probs_R, [], _SortedState(routes, routes.counts_E, known=known, exchange=exchange))
 
     def _fill_slots(
         self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor, buffer_size: int, hints: DispatchHints
     ) -> DispatchState:
-        ep, etp = self.ep.size, self.etp.size
-        size = -(-buffer_size // (ep * etp))
-        slots = make_slot_map(routing_TE, ep, size, order_E=hints.expert_E)
-        sizes = (size,) * ep
-        plan = _AllToAllState(
-            None,
-            slots.routes.counts_E,
-            send=sizes,
-            receive=sizes,
-            gathered=(ep * size,) * etp,
-            slots=slots,
-            slot_size=size,
-            pad_multiple=hints.pad_multiple,
-        )
-        if not hints.is_captured:
-            plan = self._start_count_exchange(plan)
+        size = -(-buffer_size // (self.ep.size * self.etp.size))
+        slots = make_slot_map(routing_TE, self.ep.size, size, order_E=hints.expert_E)
+        counts_E = slots.routes.counts_E
+        exchange = None if hints.is_captured else self._start_count_exchange(counts_E, is_read=False)
+        fixed = _FixedSlots(slots, size, hints.pad_multiple)
+        plan = _SortedState(None, counts_E, exchange=exchange, slots=fixed)
         return DispatchState(*fill_slots(x_TH, probs_TE, slots), [], plan, slots.overflow)
 
     def _permute(
@@ -158,45 +204,46 @@ class AllToAllDispatcher(TokenDispatcher):
             return self.permutation.permute_in_order(x_TH, probs_TE, routing_TE, expert_E, num_routed)
         return self.permutation.permute(x_TH, probs_TE, routing_TE, num_rows=num_routed)
 
-    def _start_count_exchange(self, plan: _AllToAllState) -> _AllToAllState:
-        counts_E = plan.counts_E
+    def _start_count_exchange(self, counts_E: Tensor, is_read: bool = True) -> _CountExchange:
+        """Start to exchange the counts; `is_read`: the host will read them."""
         received_Se = torch.empty_like(counts_E).view(self.ep.size, -1)
         work = all_to_all_flat(received_Se.view(-1), counts_E, self.ep, async_op=True)
-        is_read = plan.slots is None and self.etp.size == 1
+        is_read = is_read and self.etp.size == 1
         counts = self._reader.start(self._sizes, counts_E, received_Se, work=work) if is_read else None
-        return replace(plan, received_Se=received_Se, work=work, counts=counts)
+        return _CountExchange(received_Se, work, counts)
 
     def _sizes(self, counts_E: Tensor, received_Se: Tensor) -> Tensor:
         return torch.cat([counts_E.view(self.ep.size, -1).sum(1), received_Se.flatten()])
 
     def start_token_dispatch(self, state: DispatchState, cache_fn: CacheFn = no_cache) -> DispatchState:
         """Wait for the counts, the only wait for the device, and send the tokens."""
-        plan, counts_e = self._resolve_sizes(state.handle, cache_fn)
-        x_RH, probs_R = state.x_RH, state.probs_R
-        if plan.slots is None and plan.routes is None:
-            x_RH, probs_R, routes = self._permute(x_RH, probs_R, plan.routing_TE, plan.expert_E, sum(plan.send))
-            plan = replace(plan, routes=routes, routing_TE=None)
+        plan: _SortedState = state.handle
+        sizes, counts_e = self._resolve_sizes(plan, cache_fn)
+        x_RH, probs_R, routes = state.x_RH, state.probs_R, plan.routes
+        if plan.routing_TE is not None:
+            x_RH, probs_R, routes = self._permute(x_RH, probs_R, plan.routing_TE, plan.expert_E, sum(sizes.send))
         work, (x_RH, probs_R) = start_token_exchange(
             self.ep,
-            plan.send,
-            plan.receive,
+            sizes.send,
+            sizes.receive,
             x_RH,
             probs_R,
             casts=self.mxfp8.casts,
             round_forward=self.mxfp8.dispatch,
         )
-        fixed_size = max(plan.receive, default=0) * self.ep.size * self.etp.size if plan.slots is None else 0
-        return DispatchState(x_RH, probs_R, counts_e, replace(plan, work=work), state.overflow, fixed_size)
+        fixed_size = max(sizes.receive, default=0) * self.ep.size * self.etp.size if plan.slots is None else 0
+        sent = _SentState(routes, sizes, plan.slots, work)
+        return DispatchState(x_RH, probs_R, counts_e, sent, state.overflow, fixed_size)
 
     def finish_token_dispatch(self, state: DispatchState) -> DispatchState:
         """Wait for the tokens and gather those of the other etp ranks."""
-        plan: _AllToAllState = state.handle
-        x_RH, probs_R = finish_exchange(plan.work, (state.x_RH, state.probs_R))
-        x_RH = gather_tokens(x_RH, plan.gathered, self.etp, self.mxfp8)
-        probs_R = all_gather_rows(probs_R, plan.gathered, self.etp)
-        return replace(state, x_RH=x_RH, probs_R=probs_R, handle=replace(plan, work=None))
+        sent: _SentState = state.handle
+        x_RH, probs_R = finish_exchange(sent.work, (state.x_RH, state.probs_R))
+        x_RH = gather_tokens(x_RH, sent.sizes.gathered, self.etp, self.mxfp8)
+        probs_R = all_gather_rows(probs_R, sent.sizes.gathered, self.etp)
+        return replace(state, x_RH=x_RH, probs_R=probs_R, handle=replace(sent, work=None))
 
-    def _resolve_sizes(self, plan: _AllToAllState, cache_fn: CacheFn) -> tuple[_AllToAllState, list[int]]:
+    def _resolve_sizes(self, plan: _SortedState, cache_fn: CacheFn) -> tuple[_Sizes, list[int]]:
         """Wait for the counts unless they are known; return the split sizes and the tokens of each local expert.
 
         With a fixed buffer the sizes are known, and dispatch_postprocess counts the tokens.
@@ -205,25 +252,26 @@ class AllToAllDispatcher(TokenDispatcher):
         if known is not None and known.per_expert is not None:
             by_source = [[known.per_expert] * num_local] * (self.etp.size * self.ep.size)
             received_Se = plan.counts_E.new_full((len(by_source), num_local), known.per_expert)
-            return self._with_sizes(plan, received_Se, [num_local * known.per_expert] * self.ep.size, by_source)
+            return self._make_sizes(received_Se, [num_local * known.per_expert] * self.ep.size, by_source)
         if known is not None and known.by_rank is not None:
             blocks = [slice(rank * num_local, (rank + 1) * num_local) for rank in range(self.ep.size)]
             by_source = [list(counts[blocks[self.ep.rank]]) for counts in known.by_rank]
             received_Se = integer_tensor([count for source in by_source for count in source], plan.counts_E.device)
             send = [sum(known.by_rank[self.ep.rank][block]) for block in blocks]
-            return self._with_sizes(plan, received_Se.view(-1, num_local), send, by_source)
-        plan, received_Se = self._wait_for_counts(plan)
-        if plan.slots is not None:
-            return replace(plan, work=None, received_Se=received_Se), []
-        counts = cache_fn(plan.counts or self._reader.start(self._sizes, plan.counts_E, received_Se))
+            return self._make_sizes(received_Se.view(-1, num_local), send, by_source)
+        slots = plan.slots
+        exchange = plan.exchange or self._start_count_exchange(plan.counts_E, is_read=slots is None)
+        received_Se = self._wait_for_counts(exchange)
+        if slots is not None:
+            equal = (slots.size,) * self.ep.size
+            return _Sizes(received_Se, equal, equal, (self.ep.size * slots.size,) * self.etp.size), []
+        counts = cache_fn(exchange.counts or self._reader.start(self._sizes, plan.counts_E, received_Se))
         send, received = counts[: self.ep.size], counts[self.ep.size :]
         by_source = [received[start : start + num_local] for start in range(0, len(received), num_local)]
-        return self._with_sizes(plan, received_Se, send, by_source)
+        return self._make_sizes(received_Se, send, by_source)
 
-    def _with_sizes(
-        self, plan: _AllToAllState, received_Se: Tensor, send: list[int], by_source: list[list[int]]
-    ) -> tuple[_AllToAllState, list[int]]:
-        """Return the plan with its sizes, and the tokens of each local expert.
+    def _make_sizes(self, received_Se: Tensor, send: list[int], by_source: list[list[int]]) -> tuple[_Sizes, list[int]]:
+        """Return the sizes, and the tokens of each local expert.
 
         Args:
             send: tokens to each rank of ep.
@@ -231,62 +279,54 @@ class AllToAllDispatcher(TokenDispatcher):
         """
         totals = [sum(source) for source in by_source]
         by_etp_rank = [totals[start : start + self.ep.size] for start in range(0, len(totals), self.ep.size)]
-        plan = replace(
-            plan,
-            work=None,
-            counts=None,
-            received_Se=received_Se,
-            send=tuple(send),
-            receive=tuple(by_etp_rank[self.etp.rank]),
-            gathered=tuple(sum(rank) for rank in by_etp_rank),
-        )
-        return plan, [sum(column) for column in zip(*by_source)]
+        receive, gathered = tuple(by_etp_rank[self.etp.rank]), tuple(sum(rank) for rank in by_etp_rank)
+        sizes = _Sizes(received_Se, tuple(send), receive, gathered)
+        return sizes, [sum(column) for column in zip(*by_source)]
 
-    def _wait_for_counts(self, plan: _AllToAllState) -> tuple[_AllToAllState, Tensor]:
+    def _wait_for_counts(self, exchange: _CountExchange) -> Tensor:
         """Return the counts from all sources, on the device."""
-        if plan.work is None:
-            plan = self._start_count_exchange(plan)
-        plan.work.wait()
-        received_Se = plan.received_Se
-        if self.etp.size > 1:
-            received_Se = received_Se.new_empty(self.etp.size * self.ep.size, received_Se.shape[1])
-            all_gather_flat(received_Se.view(-1), plan.received_Se.view(-1), self.etp)
-        return plan, received_Se
+        exchange.work.wait()
+        mine_Se = exchange.received_Se
+        if self.etp.size == 1:
+            return mine_Se
+        received_Se = mine_Se.new_empty(self.etp.size * self.ep.size, mine_Se.shape[1])
+        all_gather_flat(received_Se.view(-1), mine_Se.view(-1), self.etp)
+        return received_Se
 
     def dispatch_postprocess(self, state: DispatchState) -> DispatchState:
         """Sort received tokens by local expert; with one local expert they are sorted."""
-        plan: _AllToAllState = state.handle
-        if plan.slots is not None:
-            order = compact_slots(plan.received_Se, plan.slot_size, plan.pad_multiple)
-            tables = slots_to_buffer(order, state.x_RH, state.probs_R)
-            return DispatchState(*tables, order.counts_e, replace(plan, order=order), state.overflow)
+        sent: _SentState = state.handle
+        received_Se = sent.sizes.received_Se
+        if sent.slots is not None:
+            order = compact_slots(received_Se, sent.slots.size, sent.slots.pad_multiple)
+            x_CH, probs_C = slots_to_buffer(order, state.x_RH, state.probs_R)
+            return DispatchState(x_CH, probs_C, order.counts_e, replace(sent, buffer_order=order), state.overflow)
         if len(state.tokens_per_expert_e) == 1:
             return state
-        num_received = sum(plan.gathered)
-        order_R = block_permutation(plan.received_Se, num_received)
-        inverse_R = block_permutation(plan.received_Se.t(), num_received)
-        x_RH, probs_R = reorder(order_R, inverse_R, state.x_RH, state.probs_R)
-        return replace(state, x_RH=x_RH, probs_R=probs_R, handle=replace(plan, order_R=order_R, inverse_R=inverse_R))
+        num_received = sum(sent.sizes.gathered)
+        orders = block_permutation(received_Se, num_received), block_permutation(received_Se.t(), num_received)
+        x_RH, probs_R = reorder(*orders, state.x_RH, state.probs_R)
+        return replace(state, x_RH=x_RH, probs_R=probs_R, handle=replace(sent, orders=orders))
 
     def combine_preprocess(self, y_RH: Tensor, state: DispatchState) -> Tensor:
         """Sort the results by the rank to which they return."""
-        plan: _AllToAllState = state.handle
-        if plan.order is not None:
-            return buffer_to_slots(plan.order, y_RH)
-        return y_RH if plan.order_R is None else reorder(plan.inverse_R, plan.order_R, y_RH)[0]
+        sent: _SentState = state.handle
+        if sent.buffer_order is not None:
+            return buffer_to_slots(sent.buffer_order, y_RH)
+        return y_RH if sent.orders is None else reorder(*sent.orders[::-1], y_RH)[0]
 
     def start_token_combine(self, y_RH: Tensor, state: DispatchState) -> tuple[Tensor, Any]:
         """Sum the partial results over etp and start to send them back."""
-        plan: _AllToAllState = state.handle
-        y_RH = reduce_scatter_tokens(y_RH, plan.gathered, self.etp, self.mxfp8)
+        sizes = state.handle.sizes
+        y_RH = reduce_scatter_tokens(y_RH, sizes.gathered, self.etp, self.mxfp8)
         work, (y_RH,) = start_token_exchange(
-            self.ep, plan.receive, plan.send, y_RH, casts=self.mxfp8.casts, round_backward=self.mxfp8.gradients
+            self.ep, sizes.receive, sizes.send, y_RH, casts=self.mxfp8.casts, round_backward=self.mxfp8.gradients
         )
         return y_RH, work
 
     def combine_postprocess(self, y_RH: Tensor, state: DispatchState) -> Tensor:
-        plan: _AllToAllState = state.handle
-        return self.permutation.unpermute(y_RH, plan.routes) if plan.slots is None else sum_slots(y_RH, plan.slots)
+        sent: _SentState = state.handle
+        return self.permutation.unpermute(y_RH, sent.routes) if sent.slots is None else sum_slots(y_RH, sent.slots.map)
 
 
 def make_dispatcher(settings: DispatcherSettings) -> AllToAllDispatcher:

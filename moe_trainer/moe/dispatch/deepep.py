@@ -38,7 +38,7 @@ from moe_trainer.moe.dispatch.base import (
     no_cache,
     permute_received,
 )
-from moe_trainer.moe.dispatch.flex import MIN_NCCL_VERSION, NCCL_INSTALL, DispatcherSettings
+from moe_trainer.moe.dispatch.flex import MIN_NCCL_VERSION, NCCL_INSTALL, LibrarySettings
 from moe_trainer.moe.dispatch.mxfp8_transport import (
     HIGH_PRECISION,
     Mxfp8Transport,
@@ -223,12 +223,13 @@ class _CombineExchange(_TokenExchange):
 
     def start(self, tensors: Sequence[Tensor], is_backward: bool) -> None:
         x, self._dtype = tensors[0].contiguous(), tensors[0].dtype
+        received: Payload
         if is_backward:
             sent = self.mxfp8.to_payload(x, self.mxfp8.gradients)
-            x, self._event = self.buffer.dispatch_with_handle(sent, self._handle)
+            received, self._event = self.buffer.dispatch_with_handle(sent, self._handle)
         else:
-            x, _, self._event = self.buffer.combine(x, self._handle)
-        self._received = (x,)
+            received, _, self._event = self.buffer.combine(x, self._handle)
+        self._received = (received,)
 
 
 @dataclass(frozen=True)
@@ -307,7 +308,7 @@ def problem(name: str = "") -> str | None:
     return nccl_problem(MIN_NCCL_VERSION) if is_v2 else None
 
 
-def make_dispatcher(settings: DispatcherSettings) -> DeepEPDispatcher:
+def make_dispatcher(settings: LibrarySettings) -> DeepEPDispatcher:
     """Build a dispatcher and its communication buffer, on CUDA devices.
 
     Version 1 always receives tokens in the same order.

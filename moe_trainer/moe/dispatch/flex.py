@@ -37,7 +37,6 @@ class DispatcherSettings:
     """Inputs of `make_dispatcher`, which the module of every dispatcher has.
 
     Attributes:
-        buffer: of a library.
         permutation: local permutation.
         mxfp8: what is sent in 8 bits. The buffers are for bf16, which is also sent.
         typed: fields of the flags that the user typed.
@@ -45,7 +44,6 @@ class DispatcherSettings:
 
     ps: ParallelState
     moe: MoEArgs
-    buffer: DispatchBufferSpec | None
     permutation: Permutation
     mxfp8: Mxfp8Transport = HIGH_PRECISION
     typed: Collection[str] = ()
@@ -54,4 +52,11 @@ class DispatcherSettings:
     def num_experts(self) -> int:
         """Experts of the model and slots for those of other ranks."""
         ep = self.ps.ep.size
-        return self.moe.num_experts + ep * get_placement(self.moe, ep).slots(self.moe)
+        return (self.moe.num_experts or 0) + ep * get_placement(self.moe, ep).slots(self.moe)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LibrarySettings(DispatcherSettings):
+    """Inputs of `make_dispatcher` of a dispatcher that adapts a library, which has a communication buffer."""
+
+    buffer: DispatchBufferSpec

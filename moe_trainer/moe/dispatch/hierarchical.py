@@ -49,6 +49,7 @@ from moe_trainer.ops.permute import (
 )
 from moe_trainer.parallel.collectives import (
     AllToAllExchange,
+    CollectiveWork,
     PendingAllToAll,
     all_gather_flat,
     all_gather_rows,
@@ -81,7 +82,7 @@ class _Sizes:
 class _Works:
     """Work objects of collectives that are waited for together."""
 
-    def __init__(self, *works: Any):
+    def __init__(self, *works: CollectiveWork):
         self.works = works
 
     def wait(self) -> None:
@@ -90,34 +91,85 @@ class _Works:
 
 
 @dataclass(frozen=True)
-class _HierarchicalState:
-    """State of one dispatch.
+class _CountExchange:
+    """The exchange of counts, in flight.
 
     Attributes:
-        routing: [T, E]; after start_token_dispatch rows of nodes in flight, [M, L * e]; after the exchange [N, e].
-        needs_TP: whether a rank holds an expert of a token.
         from_gateways: rows that each rank of ep_inter received from each node and for which local ranks: [D, 1 + L].
         from_sources: [P, 1 + e]: for each source the tokens that this rank receives, and for each local expert.
-        work: what is in flight: the exchange of counts, later that of tokens.
+        work: its handle.
         counts: pending host read of the sizes. None with etp > 1, whose ranks gather first.
-        sizes: once known.
-        to_nodes, to_ranks: which row is a copy of which token, in steps 1 and 2; to_ranks is None for one rank per
-            node.
-        order_N, inverse_N: permutation between blocks [position][node] and [node][position] of received tokens.
-        routes: the permutation to the local experts.
     """
 
-    routing: Tensor
+    from_gateways: Tensor
+    from_sources: Tensor
+    work: CollectiveWork
+    counts: Callable[[], list[int]] | None
+
+
+@dataclass(frozen=True)
+class _CountedState:
+    """State of one dispatch before token_dispatch.
+
+    Attributes:
+        routing_TE: which experts take a token.
+        needs_TP: whether a rank holds an expert of a token.
+        exchange: of counts, if it has started.
+    """
+
+    routing_TE: Tensor
     needs_TP: Tensor
-    from_gateways: Tensor | None = None
-    from_sources: Tensor | None = None
-    work: Any = None
-    counts: Callable[[], list[int]] | None = None
-    sizes: _Sizes | None = None
-    to_nodes: PermuteMap | None = None
-    to_ranks: PermuteMap | None = None
-    order_N: Tensor | None = None
-    inverse_N: Tensor | None = None
+    exchange: _CountExchange | None
+
+
+@dataclass(frozen=True)
+class _NodeStep:
+    """Step 2 of a dispatch.
+
+    Attributes:
+        to_ranks: which row is a copy of which token.
+        order_N, inverse_N: permutation between blocks [position][node] and [node][position] of received tokens.
+    """
+
+    to_ranks: PermuteMap
+    order_N: Tensor
+    inverse_N: Tensor
+
+
+@dataclass(frozen=True)
+class _SentState:
+    """State of one dispatch while tokens are sent to the nodes.
+
+    Attributes:
+        sizes: of what is sent.
+        from_sources: see _CountExchange.
+        to_nodes: which row is a copy of which token, in step 1.
+        work: the exchange of tokens and probabilities.
+        routing: the exchange of the routing of the node's experts, [M, L * e].
+    """
+
+    sizes: _Sizes
+    from_sources: Tensor
+    to_nodes: PermuteMap
+    work: AllToAllExchange
+    routing: PendingAllToAll
+
+
+@dataclass(frozen=True)
+class _ReceivedState:
+    """State of one dispatch when this rank has its tokens.
+
+    Attributes:
+        sizes, to_nodes: see _SentState.
+        step: inside the node; None for one rank per node.
+        routing_Ne: which local experts take a token.
+        routes: the permutation to them.
+    """
+
+    sizes: _Sizes
+    to_nodes: PermuteMap
+    step: _NodeStep | None
+    routing_Ne: Tensor
     routes: Any = None
 
 
@@ -135,13 +187,14 @@ class HierarchicalDispatcher(TokenDispatcher):
         self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor, hints: DispatchHints = NO_HINTS
     ) -> DispatchState:
         """Find the ranks that each token needs and start to exchange the counts, unless a graph captures this."""
-        plan = _HierarchicalState(routing_TE, routing_TE.unflatten(1, (self.ep.size, -1)).any(2))
-        return DispatchState(x_TH, probs_TE, [], plan if hints.is_captured else self._start_count_exchange(plan))
+        needs_TP = routing_TE.unflatten(1, (self.ep.size, -1)).any(2)
+        exchange = None if hints.is_captured else self._start_count_exchange(routing_TE, needs_TP)
+        return DispatchState(x_TH, probs_TE, [], _CountedState(routing_TE, needs_TP, exchange))
 
-    def _start_count_exchange(self, plan: _HierarchicalState) -> _HierarchicalState:
+    def _start_count_exchange(self, routing_TE: Tensor, needs_TP: Tensor) -> _CountExchange:
         nodes, per_node = self.inter.size, self.intra.size
-        rank_counts_P, node_counts_D = plan.needs_TP.sum(0), self._needs_nodes(plan).sum(0)
-        expert_counts = plan.routing.sum(0).view(self.ep.size, -1)
+        rank_counts_P, node_counts_D = needs_TP.sum(0), self._needs_nodes(needs_TP).sum(0)
+        expert_counts = routing_TE.sum(0).view(self.ep.size, -1)
         to_ranks = torch.cat([rank_counts_P.unsqueeze(1), expert_counts], 1)
         to_gateways = torch.cat([node_counts_D.unsqueeze(1), rank_counts_P.view(nodes, per_node)], 1)
         from_sources, from_gateways = torch.empty_like(to_ranks), torch.empty_like(to_gateways)
@@ -149,16 +202,14 @@ class HierarchicalDispatcher(TokenDispatcher):
             all_to_all_flat(from_sources.view(-1), to_ranks.view(-1), self.ep, async_op=True),
             all_to_all_flat(from_gateways.view(-1), to_gateways.view(-1), self.inter, async_op=True),
         )
-        plan = replace(plan, from_sources=from_sources, from_gateways=from_gateways, work=work)
-        if self.etp.size > 1:
-            return plan
-        return replace(
-            plan, counts=self._reader.start(self._numbers, node_counts_D, from_gateways, from_sources, work=work)
-        )
+        counts = None
+        if self.etp.size == 1:
+            counts = self._reader.start(self._numbers, node_counts_D, from_gateways, from_sources, work=work)
+        return _CountExchange(from_gateways, from_sources, work, counts)
 
-    def _needs_nodes(self, plan: _HierarchicalState) -> Tensor:
+    def _needs_nodes(self, needs_TP: Tensor) -> Tensor:
         """Return [T, D]: whether a node holds an expert of a token."""
-        return plan.needs_TP.unflatten(1, (self.inter.size, self.intra.size)).any(2)
+        return needs_TP.unflatten(1, (self.inter.size, self.intra.size)).any(2)
 
     def _numbers(
         self, node_counts_D: Tensor, from_gateways: Tensor, from_sources: Tensor, totals: Tensor | None = None
@@ -178,45 +229,43 @@ class HierarchicalDispatcher(TokenDispatcher):
             ]
         )
 
-    def _resolve_sizes(self, plan: _HierarchicalState, cache_fn: CacheFn) -> tuple[_HierarchicalState, list[int]]:
+    def _resolve_sizes(self, exchange: _CountExchange, needs_TP: Tensor, cache_fn: CacheFn) -> tuple[_Sizes, list[int]]:
         """Wait for the counts; return the sizes and the tokens of each local expert."""
-        if plan.work is None:
-            plan = self._start_count_exchange(plan)
-        plan.work.wait()
-        counts = plan.counts
+        exchange.work.wait()
+        counts, from_sources = exchange.counts, exchange.from_sources
         if counts is None:
-            totals = plan.from_sources.sum(0)
+            totals = from_sources.sum(0)
             table = totals.new_empty(self.etp.size, totals.shape[0])
             all_gather_flat(table.view(-1), totals, self.etp)
-            node_counts_D = self._needs_nodes(plan).sum(0)
-            counts = self._reader.start(self._numbers, node_counts_D, plan.from_gateways, plan.from_sources, table)
+            node_counts_D = self._needs_nodes(needs_TP).sum(0)
+            counts = self._reader.start(self._numbers, node_counts_D, exchange.from_gateways, from_sources, table)
         numbers = cache_fn(counts)
         lengths = (self.inter.size, self.inter.size, self.intra.size, self.intra.size, self.etp.size)
         parts, start = [], 0
         for length in lengths:
             parts.append(tuple(numbers[start : start + length]))
             start += length
-        return replace(plan, work=None, counts=None, sizes=_Sizes(*parts)), numbers[start:]
+        return _Sizes(*parts), numbers[start:]
 
     def start_token_dispatch(self, state: DispatchState, cache_fn: CacheFn = no_cache) -> DispatchState:
         """Wait for the counts, the only wait for the device, and start to send tokens to the nodes."""
-        plan, counts_e = self._resolve_sizes(state.handle, cache_fn)
-        to_nodes = make_permute_map(self._needs_nodes(plan), sum(plan.sizes.to_nodes))
-        sizes = plan.sizes.to_nodes, plan.sizes.from_nodes
-        routing_CX = permute_rows(plan.routing.to(torch.uint8), to_nodes, self.inter.size)
-        pending = PendingAllToAll([routing_CX], *sizes, self.inter)
+        plan: _CountedState = state.handle
+        counted = plan.exchange or self._start_count_exchange(plan.routing_TE, plan.needs_TP)
+        sizes, counts_e = self._resolve_sizes(counted, plan.needs_TP, cache_fn)
+        to_nodes = make_permute_map(self._needs_nodes(plan.needs_TP), sum(sizes.to_nodes))
+        routing_CX = permute_rows(plan.routing_TE.to(torch.uint8), to_nodes, self.inter.size)
+        pending = PendingAllToAll([routing_CX], sizes.to_nodes, sizes.from_nodes, self.inter)
         x_CH, probs_CX = permute(state.x_RH, to_nodes), permute_rows(state.probs_R, to_nodes, self.inter.size)
-        exchange = AllToAllExchange(self.inter, *sizes)
+        exchange = AllToAllExchange(self.inter, sizes.to_nodes, sizes.from_nodes)
         x_MH, probs_MX = start_exchange(exchange, x_CH, probs_CX)
-        return DispatchState(x_MH, probs_MX, counts_e, replace(plan, work=(exchange, pending), to_nodes=to_nodes))
+        sent = _SentState(sizes, counted.from_sources, to_nodes, exchange, pending)
+        return DispatchState(x_MH, probs_MX, counts_e, sent)
 
     def finish_token_dispatch(self, state: DispatchState) -> DispatchState:
         """Wait for the tokens, distribute them inside the node, and gather those of the other etp ranks."""
-        plan: _HierarchicalState = state.handle
-        exchange, pending = plan.work
-        x_NH, probs_Ne = finish_exchange(exchange, (state.x_RH, state.probs_R))
-        (routing_Ne,), sizes = pending.wait(), plan.sizes
-        to_ranks = order_N = inverse_N = None
+        sent: _SentState = state.handle
+        x_NH, probs_Ne = finish_exchange(sent.work, (state.x_RH, state.probs_R))
+        (routing_Ne,), sizes, step = sent.routing.wait(), sent.sizes, None
         if self.intra.size > 1:
             needs_ML = routing_Ne.unflatten(1, (self.intra.size, -1)).any(2)
             to_ranks = make_permute_map(needs_ML, sum(sizes.to_ranks))
@@ -229,23 +278,22 @@ class HierarchicalDispatcher(TokenDispatcher):
             (routing_Ne,) = all_to_all(self.intra, *split, routing_Ie)
             x_NH, probs_Ne = all_to_all(self.intra, *split, x_IH, probs_Ie)
             # blocks [position][node] arrive; the all-to-all's order of sources is [node][position]
-            counts_DL = plan.from_sources[:, 0].view(self.inter.size, self.intra.size)
+            counts_DL = sent.from_sources[:, 0].view(self.inter.size, self.intra.size)
             num_received = sum(sizes.from_ranks)
             order_N = block_permutation(counts_DL.t(), num_received)
             inverse_N = block_permutation(counts_DL, num_received)
             x_NH, probs_Ne = reorder(order_N, inverse_N, x_NH, probs_Ne)
             routing_Ne = routing_Ne.index_select(0, order_N)
+            step = _NodeStep(to_ranks, order_N, inverse_N)
         x_NH, probs_Ne, routing_Ne = (
             all_gather_rows(table, sizes.gathered, self.etp) for table in (x_NH, probs_Ne, routing_Ne)
         )
-        plan = replace(
-            plan, work=None, routing=routing_Ne.bool(), to_ranks=to_ranks, order_N=order_N, inverse_N=inverse_N
-        )
-        return replace(state, x_RH=x_NH, probs_R=probs_Ne, handle=plan)
+        received = _ReceivedState(sizes, sent.to_nodes, step, routing_Ne.bool())
+        return replace(state, x_RH=x_NH, probs_R=probs_Ne, handle=received)
 
     def dispatch_postprocess(self, state: DispatchState) -> DispatchState:
         """Copy every token for each of its local experts."""
-        return permute_received(self.permutation, state, state.handle.routing)
+        return permute_received(self.permutation, state, state.handle.routing_Ne)
 
     def combine_preprocess(self, y_RH: Tensor, state: DispatchState) -> Tensor:
         """Sum the local experts' results of every received token."""
@@ -253,13 +301,13 @@ class HierarchicalDispatcher(TokenDispatcher):
 
     def start_token_combine(self, y_RH: Tensor, state: DispatchState) -> tuple[Tensor, Any]:
         """Sum over etp and over the ranks of the node; start to return the sums to the tokens' nodes."""
-        plan: _HierarchicalState = state.handle
-        sizes = plan.sizes
+        received: _ReceivedState = state.handle
+        sizes, step = received.sizes, received.step
         y_NH = reduce_scatter_rows(y_RH, sizes.gathered, self.etp)
-        if plan.to_ranks is not None:
-            (y_NH,) = reorder(plan.inverse_N, plan.order_N, y_NH)
+        if step is not None:
+            (y_NH,) = reorder(step.inverse_N, step.order_N, y_NH)
             (y_IH,) = all_to_all(self.intra, sizes.from_ranks, sizes.to_ranks, y_NH)
-            y_NH = unpermute(y_IH, plan.to_ranks)
+            y_NH = unpermute(y_IH, step.to_ranks)
         exchange = AllToAllExchange(self.inter, sizes.from_nodes, sizes.to_nodes)
         (y_CH,) = start_exchange(exchange, y_NH)
         return y_CH, exchange

@@ -40,7 +40,7 @@ from moe_trainer.moe.dispatch.base import (
     TokenDispatcher,
     no_cache,
 )
-from moe_trainer.moe.dispatch.flex import DispatcherSettings
+from moe_trainer.moe.dispatch.flex import LibrarySettings
 from moe_trainer.moe.dispatch.mxfp8_transport import HIGH_PRECISION, Mxfp8Transport
 from moe_trainer.ops.fixed_slots import padded_size
 from moe_trainer.ops.permute import Permutation
@@ -93,7 +93,7 @@ class _Calls:
         if pad_multiple > 1:  # the library pads with zeros while it sorts
             self.dispatch_options["pad_multiple"] = self.combine_options["pad_multiple"] = pad_multiple
         self.even_counts = even_counts
-        self.library: _LibraryHandle | None = None
+        self.library: _LibraryHandle
 
     def dispatch(self, hidden: Tensor, probs: Tensor, routing: Tensor) -> tuple[Tensor, Tensor]:
         """Dispatch by a routing map. Without a fixed buffer the host waits for the counts."""
@@ -109,19 +109,19 @@ class _Calls:
             **self.dispatch_options,
         )
         x_RH = self._received(x_RH, scales, hidden.dtype)
-        if self.even_counts is not None:
-            self.library = _LibraryHandle(handle, self.buffer_size, self.even_counts)
-        elif self.buffer_size is not None:
-            self.library = _LibraryHandle(handle, self.buffer_size, counts_e, handle[-1])
-        else:
+        if self.buffer_size is None:
             counts_e = counts_e.tolist()
             self.library = _LibraryHandle(handle, sum(counts_e), counts_e)
+        elif self.even_counts is not None:
+            self.library = _LibraryHandle(handle, self.buffer_size, self.even_counts)
+        else:
+            self.library = _LibraryHandle(handle, self.buffer_size, counts_e, handle[-1])
         return x_RH, probs_R
 
     def dispatch_with_handle(
         self, hidden: Tensor, probs: Tensor | None = None, *, is_rounded: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """Dispatch along the routes of the earlier dispatch; in 8 bits where `is_rounded`."""
+    ) -> tuple[Tensor, Any]:
+        """Dispatch along the routes of the earlier dispatch, also probabilities if given; 8 bits if `is_rounded`."""
         handle = self.library.handle
         if is_rounded != self.mxfp8.dispatch:
             handle = self._handle_of(hidden, is_rounded)
@@ -147,8 +147,8 @@ class _Calls:
         )
         return *routes, config, overflow
 
-    def combine(self, hidden: Tensor, probs: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Return the sums of each token's results along the routes of the dispatch."""
+    def combine(self, hidden: Tensor, probs: Tensor | None = None) -> tuple[Tensor, Any]:
+        """Return the sums of each token's results along the routes of the dispatch, and of probabilities if given."""
         return self.buffer.combine_with_unpermute(
             hidden=hidden, probs=probs, handle=self.library.handle, **self.combine_options
         )
@@ -172,20 +172,20 @@ class _TokenExchange(Exchange):
 
     def __init__(self, calls: _Calls, stream: SideStream):
         self.calls, self._stream = calls, stream
-        self._in_flight: tuple[Any, tuple[Tensor, ...], tuple[Tensor, ...]] | None = None
+        self._in_flight: list[tuple[Any, tuple[Tensor, ...], tuple[Tensor, ...]]] = []  # one call at most
 
-    def _run(self, call: Callable[..., tuple[Tensor | None, ...]], *inputs: Tensor) -> None:
+    def _run(self, call: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> None:
         """Start call(*inputs), which returns tokens and probabilities, if any; the inputs live until `wait`."""
         outs, event = self._stream.run(lambda: call(*inputs), inputs[0].device)
-        self._in_flight = event, outs[: self.num_tensors], inputs
+        self._in_flight.append((event, outs[: self.num_tensors], inputs))
 
     def wait(self, is_backward: bool) -> tuple[Tensor, ...]:
-        (event, outs, inputs), self._in_flight = self._in_flight, None
+        event, outs, inputs = self._in_flight.pop()
         wait_for(event, inputs[0].device)
         return outs
 
     def placeholders(self) -> tuple[Tensor, ...]:
-        return self._in_flight[1]
+        return self._in_flight[-1][1]
 
 
 class _DispatchExchange(_TokenExchange):
@@ -204,12 +204,12 @@ class _DispatchExchange(_TokenExchange):
             return
         (routing_TV, cache_fn), self._inputs = self._inputs, None
 
-        def dispatch() -> _LibraryHandle | None:
+        def dispatch() -> _LibraryHandle:
             self._run(self.calls.dispatch, x, probs, routing_TV)
             return self.calls.library
 
         self.calls.library = cache_fn(dispatch)
-        if self._in_flight is None:  # a recomputed region: the host knows the counts already
+        if not self._in_flight:  # a recomputed region: the host knows the counts already
             self._run(partial(self.calls.dispatch_with_handle, is_rounded=self.calls.mxfp8.dispatch), x, probs)
 
 
@@ -267,9 +267,9 @@ class HybridEPDispatcher(TokenDispatcher):
                 F.pad(table, (0, 0, 0, self.pad_to - num_tokens)) for table in (x_TH, probs_TV, routing_TV)
             )
         num_local = routing_TV.shape[1] // self.group.size
-        even_counts, buffer_size = None, hints.buffer_size
-        if hints.known is not None and not self.fused:  # experts are padded to capacity
-            even_counts = [self.group.size * hints.known.per_expert] * num_local
+        even_counts, buffer_size, known = None, hints.buffer_size, hints.known
+        if known is not None and known.per_expert is not None and not self.fused:  # experts are padded to capacity
+            even_counts = [self.group.size * known.per_expert] * num_local
             buffer_size = sum(even_counts)
         calls = _Calls(self.buffer, num_local, self.fused, buffer_size, hints.pad_multiple, self.mxfp8, even_counts)
         handle = _HybridEPState(routing_TV.contiguous(), num_tokens, calls)
@@ -307,7 +307,7 @@ def problem() -> str | None:
     return deepep.problem("HybridEPBuffer")
 
 
-def make_dispatcher(settings: DispatcherSettings) -> HybridEPDispatcher:
+def make_dispatcher(settings: LibrarySettings) -> HybridEPDispatcher:
     """Build a dispatcher and its communication buffer, on CUDA devices; options that are None are left to the library.
 
     Communication: collective over ps.tp_ep.

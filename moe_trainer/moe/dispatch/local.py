@@ -77,13 +77,12 @@ class LocalDispatcher(TokenDispatcher):
         local: _LocalState = state.handle
         if local.slots is not None or state.tokens_per_expert_e:
             return state
-        counts_e = cache_fn(
-            local.counts or self._read(local.routing_TE.sum(0) if local.routes is None else local.routes.counts_E)
-        )
-        if local.routes is not None:
-            return replace(state, tokens_per_expert_e=counts_e)
+        routing_TE = local.routing_TE
+        if routing_TE is None:
+            return replace(state, tokens_per_expert_e=cache_fn(local.counts or self._read(local.routes.counts_E)))
+        counts_e = cache_fn(local.counts or self._read(routing_TE.sum(0)))
         x_RH, probs_R, routes = self.permutation.permute(
-            self.mxfp8.round_tokens(state.x_RH), state.probs_R, local.routing_TE, num_rows=sum(counts_e)
+            self.mxfp8.round_tokens(state.x_RH), state.probs_R, routing_TE, num_rows=sum(counts_e)
         )
         return DispatchState(x_RH, probs_R, counts_e, _LocalState(routes, None))
 

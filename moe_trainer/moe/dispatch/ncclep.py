@@ -38,7 +38,7 @@ from moe_trainer.moe.dispatch.base import (
     TokenDispatcher,
     no_cache,
 )
-from moe_trainer.moe.dispatch.flex import MIN_NCCL_VERSION, NCCL_INSTALL, DispatcherSettings
+from moe_trainer.moe.dispatch.flex import MIN_NCCL_VERSION, NCCL_INSTALL, LibrarySettings
 from moe_trainer.moe.receive.budget import ReceiveBudget
 from moe_trainer.ops.block_sizes import expert_buffer_tokens
 from moe_trainer.ops.permute import Permutation, dense_to_topk
@@ -212,7 +212,7 @@ def problem() -> str | None:
     return te.problem("ep", *names) or nccl_problem(MIN_NCCL_VERSION)
 
 
-def make_dispatcher(settings: DispatcherSettings) -> NcclEPDispatcher:
+def make_dispatcher(settings: LibrarySettings) -> NcclEPDispatcher:
     """Build a dispatcher, on CUDA devices; the library's context is made by the first dispatch."""
     ps, moe = settings.ps, settings.moe
     context = Context(

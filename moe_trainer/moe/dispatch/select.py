@@ -15,7 +15,7 @@ from moe_trainer.declared_module import load_module
 from moe_trainer.layers import te
 from moe_trainer.layers.kernels import Kernels
 from moe_trainer.moe.dispatch.base import TokenDispatcher
-from moe_trainer.moe.dispatch.flex import DispatchBufferSpec, DispatcherSettings
+from moe_trainer.moe.dispatch.flex import DispatchBufferSpec, DispatcherSettings, LibrarySettings
 from moe_trainer.moe.dispatch.mxfp8_transport import Mxfp8Transport
 from moe_trainer.moe.layer import MoELayer
 from moe_trainer.ops.attach_loss import Balancing
@@ -32,11 +32,11 @@ def build_dispatcher(
     backends: BackendPolicy | None = None,
     kernels: Kernels | None = None,
 ) -> TokenDispatcher:
-    """Build the dispatcher that the flags select; `buffer` is needed on CUDA devices.
+    """Build the dispatcher that the flags select; `buffer` is needed by a library, so on CUDA devices only.
 
     Raises:
         MissingBackendError: if a library is missing.
-        ValueError: if the library does not support the size or dtype of the tokens.
+        ValueError: if the library does not support the size or dtype of the tokens, or needs a buffer.
 
     Communication: collective if a communication buffer is allocated.
     """
@@ -46,18 +46,22 @@ def build_dispatcher(
     selection = get_selection(moe)
     if selection.split is not None:
         # of all experts where tokens are permuted before they are sent, else of this rank's
-        first = 0 if dispatcher.sends_copies else ps.ep.rank * (moe.num_experts // ps.ep.size)
+        first = 0 if dispatcher.sends_copies else ps.ep.rank * ((moe.num_experts or 0) // ps.ep.size)
         permutation = load_module(selection).make_permutation(moe, first, permutation)
     mxfp8 = Mxfp8Transport(
         moe.moe_dispatch_fwd_dtype == "mxfp8", moe.moe_combine_bwd_dtype == "mxfp8", kernels.row_casts
     )
-    if dispatcher.package is not None and buffer.dtype != torch.bfloat16:
+    module, inputs = load_module(dispatcher), (ps, moe, permutation, mxfp8, backends.typed)
+    if dispatcher.package is None:
+        return module.make_dispatcher(DispatcherSettings(*inputs))
+    if buffer is None:
+        raise ValueError(f"{_spell(dispatcher)} needs the sizes of its communication buffer")
+    if buffer.dtype != torch.bfloat16:
         raise ValueError(
             f"{_spell(dispatcher)} supports bf16 tokens only, these are {buffer.dtype}: "
             f"add --bf16 or use {' '.join(ALLTOALL.words)}"
         )
-    settings = DispatcherSettings(ps, moe, buffer, permutation, mxfp8, backends.typed)
-    return load_module(dispatcher).make_dispatcher(settings)
+    return module.make_dispatcher(LibrarySettings(*inputs, buffer=buffer))
 
 
 def _spell(dispatcher: DispatcherDeclaration) -> str:
@@ -109,6 +113,7 @@ def _use_te_kernels(
         ours: name of our kernel in --triton-kernels.
         limitation: why the kernel cannot be used although it is installed.
     """
+    problem: str | None
     if not backends.cuda:
         problem, remedy = "the kernels work on CUDA devices, and this rank computes on a CPU", f"Drop {flag}"
     elif problem := te.problem(module, *names):
@@ -186,7 +191,7 @@ def attach_dispatcher(
     """
     for layer in layers:
         layer.router.use_kernels(fused_topk, balancing)
-    problems = {layer.set_dispatcher(dispatcher) for layer in layers} - {None}
+    problems = {problem for layer in layers if (problem := layer.set_dispatcher(dispatcher)) is not None}
     dispatcher.set_budgets([budget for layer in layers for budget in layer.receive.budgets])
     for problem in sorted(problems):
         logger.info(
