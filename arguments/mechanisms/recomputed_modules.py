@@ -31,7 +31,7 @@ class RecomputedModule(LayerModule[RecomputeCapability]):
         runs_in_chunks: --mlp-chunks-for-training recomputes it chunk by chunk.
     """
 
-    dest = "recompute_modules"
+    dest: str = "recompute_modules"
     declares = RecomputeCapability
     needs_flag: str = ""
     of_sublayers: tuple[SublayerDeclaration, ...] = ()

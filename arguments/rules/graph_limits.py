@@ -13,13 +13,13 @@ from arguments.mechanisms.dispatchers import SELECTABLE, DispatcherCapability, g
 from arguments.mechanisms.format_kinds.declaration import FormatCapability
 from arguments.mechanisms.formats import QUANTIZED
 from arguments.mechanisms.placement_kinds.declaration import PlacementCapability
-from arguments.mechanisms.placements import get_placement, rejected_placements
+from arguments.mechanisms.placements import PLACEMENTS, get_placement
 from arguments.mechanisms.recomputed_modules import RECOMPUTED_MODULES, RecomputeCapability
 from arguments.mechanisms.selection_kinds.declaration import SelectionCapability
 from arguments.mechanisms.selections import SELECTIONS
 from arguments.mechanisms.sharding_kinds.declaration import ShardingCapability
-from arguments.mechanisms.shardings import rejected_shardings
-from arguments.mechanisms.support import keys_rejecting, keys_with, rejecting
+from arguments.mechanisms.shardings import SHARDINGS
+from arguments.mechanisms.support import keys_rejecting, keys_with, rejected_flags, rejecting
 from arguments.mtp import num_mtp_depths
 from arguments.rules.derived_sizes import DerivedSizes, as_list, moe_pattern
 from arguments.rules.packing import is_packed
@@ -161,7 +161,7 @@ def limit_dropless_experts(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
 def limit_padded_experts(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     is_on = s.num_experts and "moe" in captured_parts(s) and _is_padded(s)
     for dest, reason in (
-        *rejected_placements(PlacementCapability.PADDED_GRAPH),
+        *rejected_flags(PLACEMENTS, PlacementCapability.PADDED_GRAPH),
         ("moe_expert_rank_capacity_factor", "padding to capacity already fixes the number of tokens."),
         ("moe_router_padding_for_quantization", "the number of tokens beyond the capacity varies."),
     ):
@@ -262,7 +262,7 @@ def limit_recompute(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
 
 
 def limit_param_sharding(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
-    for dest, reason in rejected_shardings(ShardingCapability.MODULE_GRAPHS):
+    for dest, reason in rejected_flags(SHARDINGS, ShardingCapability.MODULE_GRAPHS):
         yield _not_captured(
             captured_parts(s) and getattr(s, dest) and s.cuda_graph_impl != "full_iteration",
             "modules",

@@ -10,15 +10,15 @@ from arguments.mechanisms.formats import FLAGS
 from arguments.mechanisms.optimizer_kinds.declaration import OptimizerCapability
 from arguments.mechanisms.optimizers import OPTIMIZERS, get_optimizer
 from arguments.mechanisms.sharding_kinds.declaration import ShardingCapability
-from arguments.mechanisms.shardings import asked_for, get_sharding, rejected_shardings, rejections, wrapped
-from arguments.mechanisms.support import keys_with
+from arguments.mechanisms.shardings import SHARDINGS, asked_for, get_sharding, rejections, wrapped
+from arguments.mechanisms.support import keys_with, rejected_flags
 from arguments.rules.derived_sizes import DerivedSizes
 from arguments.settings import Limit, Settings, Violation
 
 NOT_WITH_FROZEN_BACKBONE = (
     ("freeze_all_layers", "it trains nothing"),
     ("lora_dim", "adapters are trained alone"),
-    *rejected_shardings(ShardingCapability.FROZEN),
+    *rejected_flags(SHARDINGS, ShardingCapability.FROZEN),
     *tuple((flags.name, "it would quantize frozen weights in every iteration again") for flags in FLAGS),
     ("cuda_graph_impl", "no graph has captured layers with frozen weights yet"),
     ("use_transformer_engine_op_fuser", "its fused experts are not tested next to frozen weights"),

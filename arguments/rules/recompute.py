@@ -14,10 +14,10 @@ from arguments.mechanisms.offloaded_modules import OFFLOADED_MODULES, OffloadCap
 from arguments.mechanisms.optimizer_kinds.declaration import OptimizerCapability
 from arguments.mechanisms.optimizers import get_optimizer
 from arguments.mechanisms.placement_kinds.declaration import PlacementCapability
-from arguments.mechanisms.placements import rejected_placements
+from arguments.mechanisms.placements import PLACEMENTS
 from arguments.mechanisms.recomputed_modules import RECOMPUTED_MODULES, RecomputeCapability
 from arguments.mechanisms.sublayers import VARIANT, variant_of
-from arguments.mechanisms.support import keys_rejecting, keys_with
+from arguments.mechanisms.support import keys_rejecting, keys_with, rejected_flags
 from arguments.mtp import mtp_letters
 from arguments.needs import name_of
 from arguments.rules.derived_sizes import DerivedSizes, as_list, positive
@@ -191,7 +191,7 @@ def limit_mlp_chunks(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
         ),
         *(
             (dest, experts and s.values[dest], reason)
-            for dest, reason in rejected_placements(PlacementCapability.MLP_CHUNKS)
+            for dest, reason in rejected_flags(PLACEMENTS, PlacementCapability.MLP_CHUNKS)
         ),
         (
             "moe_shared_expert_overlap",
