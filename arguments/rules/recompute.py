@@ -6,7 +6,7 @@ optimizer offload. Modules that no layer has are a note here, not an error.
 
 from collections.abc import Iterator
 
-from arguments.layer_pattern import MLP, MOE, hybrid_letters, mixing_sublayers
+from arguments.layer_pattern import MLP, MOE, all_letters, mixing_sublayers
 from arguments.mechanisms.format_kinds.declaration import FormatCapability
 from arguments.mechanisms.formats import FLAGS, of_width, quantized_format, selected
 from arguments.mechanisms.layer_modules import Part, named, names_of, unaccompanied, unknown_names
@@ -18,7 +18,6 @@ from arguments.mechanisms.placements import PLACEMENTS
 from arguments.mechanisms.recomputed_modules import RECOMPUTED_MODULES, RecomputeCapability
 from arguments.mechanisms.sublayers import VARIANT, variant_of
 from arguments.mechanisms.support import keys_rejecting, keys_with, rejected_flags
-from arguments.mtp import mtp_letters
 from arguments.needs import name_of
 from arguments.rules.derived_sizes import DerivedSizes, as_list, positive
 from arguments.settings import Limit, Settings, Violation
@@ -76,7 +75,7 @@ def absent_parts(s: Settings, sizes: DerivedSizes) -> dict[Part, str]:
     """Return the parts that no layer has, with the words for what the layers would have."""
     pattern, mixers = s.hybrid_layer_pattern, mixing_sublayers(s)
     if pattern:
-        letters = hybrid_letters(pattern) + mtp_letters(pattern)
+        letters = all_letters(pattern)
         has_experts, has_dense = MOE in letters, MLP in letters
     else:
         has_experts = sizes.experts is not None and (sizes.moe_layers is None or any(sizes.moe_layers))
