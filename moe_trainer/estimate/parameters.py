@@ -163,7 +163,7 @@ class LayerParams:
         self.tp = parallel.tensor_model_parallel_size if is_sharded else 1
         self.etp = parallel.expert_tensor_parallel_size or self.tp if is_sharded else 1
         self.ep = parallel.expert_model_parallel_size if is_sharded else 1
-        self.num_experts = self.moe.num_experts or 0
+        self.num_experts = self.moe.expert_count
         self.pattern = moe_layer_pattern(self.model.num_layers, self.moe.num_experts, self.moe.moe_layer_freq)
         self.mtp_pattern = mtp_layer_pattern(self.pattern, self.model.hybrid_layer_pattern)
         self._bias = self.model.add_bias_linear
