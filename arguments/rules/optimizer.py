@@ -10,19 +10,17 @@ from arguments.mechanisms.formats import FLAGS
 from arguments.mechanisms.optimizer_kinds.declaration import OptimizerCapability
 from arguments.mechanisms.optimizers import OPTIMIZERS, get_optimizer
 from arguments.mechanisms.sharding_kinds.declaration import ShardingCapability
-from arguments.mechanisms.shardings import SHARDINGS, asked_for, get_sharding, rejections, wrapped
-from arguments.mechanisms.support import keys_with, rejected_flags
+from arguments.mechanisms.shardings import asked_for, get_sharding, rejections, wrapped
+from arguments.mechanisms.support import keys_with
+from arguments.rules import frozen_weights
 from arguments.rules.derived_sizes import DerivedSizes
 from arguments.settings import Limit, Settings, Violation
 
 NOT_WITH_FROZEN_BACKBONE = (
     ("freeze_all_layers", "it trains nothing"),
     ("lora_dim", "adapters are trained alone"),
-    *rejected_flags(SHARDINGS, ShardingCapability.FROZEN),
-    *tuple((flags.name, "it would quantize frozen weights in every iteration again") for flags in FLAGS),
-    ("cuda_graph_impl", "no graph has captured layers with frozen weights yet"),
+    *frozen_weights.EXCLUDED,
     ("use_transformer_engine_op_fuser", "its fused experts are not tested next to frozen weights"),
-    ("qk_clip", "it scales weights, which are frozen"),
     ("mtp_num_layers", "its projections are neither backbone nor experts"),
     ("hybrid_layer_pattern", "its layers are not sorted into backbone and rest"),
 )
