@@ -30,12 +30,16 @@ from arguments.te_support import can_quantize_experts, fused_experts_problem
 IMPL, MODULES = "cuda_graph_impl", "cuda_graph_modules"
 
 
+def module_names(value: object) -> list[str]:
+    """Return names of modules, splitting words with several (`attn,moe_router`)."""
+    return [name for word in as_list(value) for name in str(word).replace(",", " ").split()]
+
+
 def captured_parts(s: Settings) -> set[str]:
     """Return the captured modules: all of them for full layers and iterations, none for a rejected iteration."""
     if s.cuda_graph_impl == "none" or _iteration_varies(s):
         return set()
-    names = {name for word in as_list(s.cuda_graph_modules) for name in str(word).replace(",", " ").split()}
-    return names or set(OF_FULL_LAYERS)
+    return set(module_names(s.cuda_graph_modules) or OF_FULL_LAYERS)
 
 
 def _graph_flag(s: Settings) -> str:
