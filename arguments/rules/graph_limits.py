@@ -50,7 +50,7 @@ def _graph_flag(s: Settings) -> str:
 def _not_captured(applies: object, part: str, dest: str, reason: str) -> Limit:
     return Limit(
         applies,
-        f"{{cuda_graph_impl}} cannot capture {part} with {{}}: {reason} Leave one of the two out.",
+        f"{{cuda_graph_impl}} cannot capture {part} with {{}}: {reason}. Leave one of the two out.",
         (dest,),
         "later",
     )
@@ -148,16 +148,16 @@ def limit_dropless_experts(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
         (
             "moe_permute_fusion_into_hybridep",
             s.moe_permute_fusion_into_hybridep,
-            "its fused combine needs counts on the host.",
+            "its fused combine needs counts on the host",
         ),
         (
             "use_transformer_engine_op_fuser",
             s.use_transformer_engine_op_fuser
             and can_quantize_experts(s, s, f.ep, replaces_weights=replaces_weights, fused=True)
             and fused_experts_problem(s, s),
-            f"they leave counts on the device only with the {on_device} recipes.",
+            f"they leave counts on the device only with the {on_device} recipes",
         ),
-        ("moe_grouped_gemm", not s.moe_grouped_gemm, "the host reads the counts of experts that run one by one."),
+        ("moe_grouped_gemm", not s.moe_grouped_gemm, "the host reads the counts of experts that run one by one"),
     ):
         yield _not_captured(is_on and is_wrong, "dropless experts", dest, reason)
 
@@ -166,8 +166,8 @@ def limit_padded_experts(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     is_on = s.num_experts and "moe" in captured_parts(s) and _is_padded(s)
     for dest, reason in (
         *rejected_flags(PLACEMENTS, PlacementCapability.PADDED_GRAPH),
-        ("moe_expert_rank_capacity_factor", "padding to capacity already fixes the number of tokens."),
-        ("moe_router_padding_for_quantization", "the number of tokens beyond the capacity varies."),
+        ("moe_expert_rank_capacity_factor", "padding to capacity already fixes the number of tokens"),
+        ("moe_router_padding_for_quantization", "the number of tokens beyond the capacity varies"),
     ):
         yield _not_captured(is_on and getattr(s, dest), "experts padded to capacity", dest, reason)
 
@@ -182,7 +182,7 @@ def limit_experts_exchange(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
             and s.cuda_graph_impl != "full_iteration",
             module.key,
             "overlap_moe_expert_parallel_comm",
-            f"{rejected_overlap.reason}.",
+            rejected_overlap.reason,
         )
     selected = get_dispatcher(s)
     unpadded = [each for each, _ in rejecting(SELECTABLE, DispatcherCapability.CAPACITY_PADDING)]
@@ -209,7 +209,7 @@ def limit_router(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
         is_on and s.moe_router_force_biased is not None,
         "moe_router",
         "moe_router_force_biased",
-        "forced biases are drawn on the host.",
+        "forced biases are drawn on the host",
     )
 
 
@@ -230,19 +230,19 @@ def limit_random_numbers(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
             is_on and is_parallel,
             part,
             dest,
-            f"with {ranks} random numbers come from a separate generator of each tensor-parallel rank.",
+            f"with {ranks} random numbers come from a separate generator of each tensor-parallel rank",
         )
         yield _not_captured(
             is_on and s.recompute_granularity is not None,
             part,
             dest,
-            "with {recompute_granularity} its random numbers are drawn twice, from a state on the host.",
+            "with {recompute_granularity} its random numbers are drawn twice, from a state on the host",
         )
     yield _not_captured(
         captured & drawing("attention_dropout") and s.attention_dropout and f.cp > 1,
         "attn",
         "attention_dropout",
-        "over the ranks of {context_parallel_size} it draws a seed on the host.",
+        "over the ranks of {context_parallel_size} it draws a seed on the host",
     )
 
 
@@ -253,7 +253,7 @@ def limit_recompute(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
         and not captured.isdisjoint((LAYER, *keys_rejecting(CAPTURED_MODULES, GraphCapability.MLP_CHUNKS))),
         "what runs in chunks",
         "mlp_chunks_for_training",
-        "the pool of a graph holds the tensors of all chunks; --cuda-graph-modules attn captures the rest.",
+        "the pool of a graph holds the tensors of all chunks; --cuda-graph-modules attn captures the rest",
     )
     recomputed = as_list(s.recompute_modules) if s.recompute_granularity == "selective" else []
     for module, rejected in rejecting(RECOMPUTED_MODULES, RecomputeCapability.ROUTER_GRAPH):
@@ -271,7 +271,7 @@ def limit_param_sharding(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
             captured_parts(s) and getattr(s, dest) and s.cuda_graph_impl != "full_iteration",
             "modules",
             dest,
-            f"{reason}; a graph of the full iteration contains the gathers.",
+            f"{reason}; a graph of the full iteration contains the gathers",
         )
 
 
@@ -282,7 +282,7 @@ def limit_packed_chunks(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
         and not captured_parts(s).isdisjoint((LAYER, *keys_rejecting(CAPTURED_MODULES, GraphCapability.PACKED_CHUNKS))),
         "attention to packed sequences",
         "attention_chunk_size",
-        "their chunks begin at other tokens in every microbatch.",
+        "their chunks begin at other tokens in every microbatch",
     )
 
 
@@ -306,5 +306,5 @@ def limit_full_iteration_gather(s: Settings, _f: DerivedSizes) -> Iterator[Limit
         and s.overlap_param_gather_with_optimizer_step,
         "the full iteration",
         "overlap_param_gather_with_optimizer_step",
-        "the graph gathers the parameters at its start, after the optimizer's step.",
+        "the graph gathers the parameters at its start, after the optimizer's step",
     )

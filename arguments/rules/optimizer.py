@@ -166,7 +166,7 @@ def check_one_fsdp(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
 def check_megatron_fsdp(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     sharding = get_sharding(s)
     if sharding.ckpt_format not in (None, s.ckpt_format):
-        text = f"{{}} needs {{ckpt_format:flag}} {sharding.ckpt_format}, not {{ckpt_format:value}}."
+        text = f"{{}} needs {{ckpt_format:flag}} {sharding.ckpt_format}, not {{ckpt_format}}."
         yield s.violation(text, str(sharding.dest))
 
 
@@ -206,9 +206,8 @@ def check_torch_fsdp(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
         ("pipeline_model_parallel_size", f.pp, ShardingCapability.PIPELINE),
         ("expert_model_parallel_size", f.ep, ShardingCapability.EXPERT_PARALLEL),
     ):
-        for sharding, is_rejected in rejections(s, capability):
-            if size > 1 and is_rejected:
-                yield s.violation("{} cannot be combined with {}.", sharding, dest)
+        for each in (each for each in asked_for(s) if size > 1 and each.rejects(capability)):
+            yield s.violation(f"{{}} cannot be combined with {{}}: {each.reason(capability)}.", str(each.dest), dest)
     if s.use_distributed_optimizer:
         for each in (each for each in asked_for(s) if each.shards_optimizer):
             yield s.violation(
