@@ -113,12 +113,17 @@ def hybrid_letters(pattern: str) -> str:
     return pattern.partition(DEPTH)[0].replace(STAGE, "")
 
 
+def all_letters(pattern: str) -> str:
+    """Return the letters of the decoder's layers in a --hybrid-layer-pattern, then those of a depth."""
+    return hybrid_letters(pattern) + mtp_letters(pattern)
+
+
 def letter_flags(pattern: str, position_embedding_type: object) -> dict[str, object]:
     """Return the flags, by destination, that select in transformer layers what letters of a hybrid pattern stand for.
 
     Latent attention of a hybrid model rotates by --rope-type whatever the position embedding of the others is.
     """
-    letters, flags = hybrid_letters(pattern) + mtp_letters(pattern), dict[str, object]()
+    letters, flags = all_letters(pattern), dict[str, object]()
     selected = [BY_LETTER[letter] for letter in letters if letter in BY_LETTER]
     if any(each.reads_latents for each in selected):
         flags["multi_latent_attention"] = True
@@ -145,7 +150,7 @@ def mixing_sublayers(flags: Any) -> frozenset[SublayerDeclaration]:
         flags: has the fields of ModelArgs.
     """
     if pattern := flags.hybrid_layer_pattern:
-        letters = set(hybrid_letters(pattern) + mtp_letters(pattern)) - {MLP, MOE}
+        letters = set(all_letters(pattern)) - {MLP, MOE}
         return frozenset(BY_LETTER[letter] for letter in letters if letter in BY_LETTER)
     variant, freq = variant_of(flags), flags.linear_attention_freq
     if not variant.in_some_layers:
@@ -182,7 +187,7 @@ def typical_layers(model: ModelArgs, pattern: Sequence[bool], is_moe: bool) -> t
     `pattern` is of the decoder, whose layers those of a multi-token-prediction depth follow.
     """
     hybrid = model.hybrid_layer_pattern or ""
-    letters, kinds = hybrid_letters(hybrid) + mtp_letters(hybrid), [*pattern, *mtp_layer_pattern(pattern, hybrid)]
+    letters, kinds = all_letters(hybrid), [*pattern, *mtp_layer_pattern(pattern, hybrid)]
     first = {letter: letters.index(letter) for letter in letters}
     return tuple(number for number in first.values() if kinds[number] == is_moe) or (0,)
 

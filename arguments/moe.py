@@ -313,6 +313,11 @@ class MoEArgs:
     """Save the router's weights at the start of the trace next to it."""
 
     @property
+    def expert_count(self) -> int:
+        """Number of routed experts of an MoE layer; 0 of a dense model."""
+        return self.num_experts or 0
+
+    @property
     def output_projection(self) -> str | None:
         """Name of the square matrix that multiplies the output of a layer; None without one."""
         split = expert_split(self)

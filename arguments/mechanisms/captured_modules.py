@@ -33,7 +33,7 @@ class CapturedModule(LayerModule[GraphCapability]):
         routes: it contains the router.
     """
 
-    dest = "cuda_graph_modules"
+    dest: str = "cuda_graph_modules"
     declares = GraphCapability
     is_whole: bool = True
     inside: str = ""

@@ -29,7 +29,7 @@ class LayerModule(Mechanism[C]):
         after: the module that must be named with it, and why; None if none must.
     """
 
-    dest: ClassVar[str]
+    dest: str
     declares: ClassVar[type[Any]]
     key: str
     capabilities: Mapping[C, Support]

@@ -26,7 +26,7 @@ class OffloadedModule(LayerModule[OffloadCapability]):
         saves_received: what it saves is of received tokens, inside the experts.
     """
 
-    dest = "offload_modules"
+    dest: str = "offload_modules"
     declares = OffloadCapability
     stands_for: tuple[str, ...] = ()
     saves_received: bool = False

@@ -9,9 +9,8 @@ why, or that they have no effect and why.
 from typing import Any
 
 from arguments.mechanisms.placement_kinds.cloned import CLONED
-from arguments.mechanisms.placement_kinds.declaration import PlacementCapability, PlacementDeclaration
+from arguments.mechanisms.placement_kinds.declaration import PlacementDeclaration
 from arguments.mechanisms.placement_kinds.own import OWN
-from arguments.mechanisms.support import rejecting
 
 PLACEMENTS: tuple[PlacementDeclaration, ...] = (
     CLONED,
@@ -30,9 +29,3 @@ def get_placement(moe: Any, ep: int) -> PlacementDeclaration:
         ep: expert-parallel ranks; one rank computes all experts.
     """
     return next((each for each in PLACEMENTS if ep > 1 and each.slots(moe)), OWN)
-
-
-def rejected_placements(capability: PlacementCapability) -> tuple[tuple[str, str], ...]:
-    """Return destinations of flags that ask for a placement which rejects a capability, with the reasons."""
-    found = rejecting(PLACEMENTS, capability)
-    return tuple((each.dest, rejected.reason) for each, rejected in found if each.dest is not None)

@@ -11,7 +11,7 @@ from typing import Any
 from arguments.mechanisms.sharding_kinds.buffers import DISTRIBUTED_OPTIMIZER, REPLICATED
 from arguments.mechanisms.sharding_kinds.declaration import ShardingCapability, ShardingDeclaration
 from arguments.mechanisms.sharding_kinds.full import MEGATRON_FSDP, TORCH_FSDP2
-from arguments.mechanisms.support import rejecting
+from arguments.mechanisms.support import rejected_flags
 
 SHARDINGS: tuple[ShardingDeclaration, ...] = (
     REPLICATED,
@@ -51,13 +51,7 @@ def needs_support(capability: ShardingCapability) -> str:
     return " or ".join(dict.fromkeys(str(each.dest) for each in SHARDINGS if each.supports(capability)))
 
 
-def rejected_shardings(capability: ShardingCapability) -> tuple[tuple[str, str], ...]:
-    """Return destinations of flags that ask for a sharding which rejects a capability, with the reasons."""
-    found = rejecting(SHARDINGS, capability)
-    return tuple(dict.fromkeys((each.dest, rejected.reason) for each, rejected in found if each.dest is not None))
-
-
 def rejections(parallel: Any, capability: ShardingCapability) -> tuple[tuple[str, bool], ...]:
-    """Return the flags of `rejected_shardings`, and whether each asks for a sharding that rejects the capability."""
+    """Return flags of which a value asks for a sharding that rejects a capability, and whether theirs does."""
     rejected = {each.dest for each in asked_for(parallel) if each.rejects(capability)}
-    return tuple((dest, dest in rejected) for dest, _ in rejected_shardings(capability))
+    return tuple((dest, dest in rejected) for dest, _ in rejected_flags(SHARDINGS, capability))

@@ -62,13 +62,18 @@ def find_variant(value: object) -> SublayerDeclaration:
     return _BY_VARIANT.get(value, SOFTMAX_ATTENTION) if isinstance(value, str) else SOFTMAX_ATTENTION
 
 
+def _value(flags: Any, dest: str) -> Any:
+    """Return the value of a flag of ModelArgs, or of a record, which may lack it."""
+    return flags.get(dest) if isinstance(flags, Mapping) else getattr(flags, dest)
+
+
 def variant_of(flags: Any) -> SublayerDeclaration:
     """Return the sublayer that --experimental-attention-variant selects in all layers, or in some.
 
     Args:
         flags: has the fields of ModelArgs, or is a record of flags by destination.
     """
-    return find_variant(flags.get(VARIANT) if isinstance(flags, Mapping) else getattr(flags, VARIANT))
+    return find_variant(_value(flags, VARIANT))
 
 
 def relative_of(flags: Any) -> SublayerDeclaration:
@@ -90,9 +95,8 @@ def always_rotates(flags: Any) -> bool:
     Args:
         flags: has the fields of ModelArgs, or is a record of flags by destination.
     """
-    latent = flags.get("multi_latent_attention") if isinstance(flags, Mapping) else flags.multi_latent_attention
     variant = variant_of(flags)
-    return bool(latent) and variant.is_upstream and not variant.compresses_keys
+    return bool(_value(flags, "multi_latent_attention")) and variant.is_upstream and not variant.compresses_keys
 
 
 def needs_variant(has_trait: Callable[[SublayerDeclaration], bool]) -> str:

@@ -34,6 +34,7 @@ class Mechanism(Generic[C]):
         key: unlike that of all others of the kind; name of its module.
         name: name in messages and in the manual.
         mention: the flag that asks for it, with its value, as a template of Settings.violation.
+        dest: destination of the flag that asks for it, alone or with a value; None if none does.
         capabilities: for each whether it acts, or why not.
         asked_by: the capability of others that flags demand when they ask for it, which is then up to both.
     """
@@ -42,6 +43,7 @@ class Mechanism(Generic[C]):
     key: str
     name: str
     mention: str
+    dest: str | None = None
     capabilities: Mapping[C, Support]
     asked_by: C | None = None
 
@@ -75,6 +77,12 @@ def rejecting(mechanisms: Iterable[M], capability: Enum) -> tuple[tuple[M, Rejec
     """Return the mechanisms with which flags that demand a capability are rejected, and why."""
     found = ((each, each.capabilities[capability]) for each in mechanisms)
     return tuple((each, support) for each, support in found if isinstance(support, Rejected))
+
+
+def rejected_flags(mechanisms: Iterable[Mechanism[C]], capability: C) -> tuple[tuple[str, str], ...]:
+    """Return destinations of flags that ask for a mechanism which rejects a capability, each reason of a flag once."""
+    found = rejecting(mechanisms, capability)
+    return tuple(dict.fromkeys((each.dest, rejected.reason) for each, rejected in found if each.dest is not None))
 
 
 def keys_with(mechanisms: Iterable[Mechanism[C]], capability: C) -> tuple[str, ...]:

@@ -4,8 +4,9 @@ from collections.abc import Iterator
 
 from arguments.mechanisms.format_kinds.eight_bit import OUTPUT_LAYER
 from arguments.mechanisms.sharding_kinds.declaration import ShardingCapability
-from arguments.mechanisms.shardings import rejected_shardings
+from arguments.mechanisms.shardings import SHARDINGS
 from arguments.mechanisms.sublayers import OLD_VARIANTS, VARIANT, always_rotates, relative_of, variant_of
+from arguments.mechanisms.support import rejected_flags
 from arguments.rules.derived_sizes import DerivedSizes, divides, positive
 from arguments.settings import Limit, Settings, Violation
 
@@ -131,7 +132,7 @@ def limit_max_logits(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
             "length of queries and keys, so the weights do not change the logits.",
             (norm,),
         )
-    for shards, reason in rejected_shardings(ShardingCapability.QK_CLIP):
+    for shards, reason in rejected_flags(SHARDINGS, ShardingCapability.QK_CLIP):
         yield Limit(
             s.qk_clip and getattr(s, shards), f"{{qk_clip}} cannot be combined with {{:flag}}: {reason}.", (shards,)
         )
@@ -155,7 +156,7 @@ def limit_biases(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     for dest, reason in (
         (OUTPUT_LAYER, "a quantized output layer has no bias"),
         ("defer_embedding_wgrad_compute", "the gradients of weight and bias are computed at once"),
-        *rejected_shardings(ShardingCapability.OUTPUT_BIAS),
+        *rejected_flags(SHARDINGS, ShardingCapability.OUTPUT_BIAS),
         ("moe_use_upcycling", "a dense model's bias of logits is not read"),
     ):
         yield Limit(

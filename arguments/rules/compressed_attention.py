@@ -5,16 +5,16 @@ from collections.abc import Iterator
 from arguments.layer_pattern import OVERLAPPING_RATIO
 from arguments.mechanisms.recomputed_modules import RECOMPUTED_MODULES, RecomputeCapability
 from arguments.mechanisms.sharding_kinds.declaration import ShardingCapability
-from arguments.mechanisms.shardings import rejected_shardings
+from arguments.mechanisms.shardings import SHARDINGS
 from arguments.mechanisms.sublayer_kinds.declaration import SublayerCapability
 from arguments.mechanisms.sublayers import COMPRESSED_ATTENTION, VARIANT, variant_of
-from arguments.mechanisms.support import rejecting
+from arguments.mechanisms.support import rejected_flags, rejecting
 from arguments.rules.derived_sizes import DerivedSizes, as_list, divides, positive
 from arguments.rules.sparse_attention import INDEXER_FLAGS, find_indexer_violations
 from arguments.settings import Limit, Settings, Violation
 
 _MENTION = COMPRESSED_ATTENTION.mention
-_EXCLUDED = rejected_shardings(ShardingCapability.COMPRESSED_KEYS)
+_EXCLUDED = rejected_flags(SHARDINGS, ShardingCapability.COMPRESSED_KEYS)
 
 
 def check_compressed_attention(s: Settings, f: DerivedSizes) -> Iterator[Violation]:

@@ -8,7 +8,8 @@ d98e8a64, validate_args).
 from collections.abc import Iterator
 
 from arguments.mechanisms.sharding_kinds.declaration import ShardingCapability
-from arguments.mechanisms.shardings import rejected_shardings
+from arguments.mechanisms.shardings import SHARDINGS
+from arguments.mechanisms.support import rejected_flags
 from arguments.parallel import dynamic_cp_sizes
 from arguments.rules.derived_sizes import DerivedSizes, as_list, positive
 from arguments.settings import Limit, Settings, Violation
@@ -64,7 +65,7 @@ def check_dynamic_requirements(s: Settings, _f: DerivedSizes) -> Iterator[Violat
             "{dynamic_context_parallel:flag} needs {calculate_per_token_loss:flag}: groups have different numbers of "
             "tokens."
         )
-    not_supported = (dest for dest, _ in rejected_shardings(ShardingCapability.DYNAMIC_CONTEXT))
+    not_supported = (dest for dest, _ in rejected_flags(SHARDINGS, ShardingCapability.DYNAMIC_CONTEXT))
     for dest in (*not_supported, "varlen_sbhd_validation"):
         if getattr(s, dest):
             yield s.violation("{dynamic_context_parallel:flag} does not support {}.", dest)

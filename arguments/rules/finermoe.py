@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from arguments.demands import demands
 from arguments.mechanisms.placement_kinds.declaration import PlacementCapability
-from arguments.mechanisms.placements import rejected_placements
+from arguments.mechanisms.placements import PLACEMENTS
 from arguments.mechanisms.selection_kinds.declaration import SelectionCapability
 from arguments.mechanisms.selection_kinds.finermoe import (
     BALANCED_BY,
@@ -19,6 +19,7 @@ from arguments.mechanisms.selection_kinds.finermoe import (
     SLICES,
     ExpertGrid,
 )
+from arguments.mechanisms.support import rejected_flags
 from arguments.rules.derived_sizes import DerivedSizes, balancing_types, divides, positive, quotient
 from arguments.settings import Limit, Settings, Violation
 
@@ -126,7 +127,7 @@ def limit_finermoe(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
         for other, capability in demands(SelectionCapability).items()
         if FINERMOE.rejects(capability) and capability is not SelectionCapability.REPLAY
     )
-    for other, why in (*routing, *rejected_placements(PlacementCapability.OUTPUT_SLICES), *EXCLUDED):
+    for other, why in (*routing, *rejected_flags(PLACEMENTS, PlacementCapability.OUTPUT_SLICES), *EXCLUDED):
         yield Limit(
             is_on and s.values[other] not in (None, False, 0),
             f"{{:flag}} cannot be combined with {{:flag}}: {why}.",

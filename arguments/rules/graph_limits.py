@@ -13,13 +13,13 @@ from arguments.mechanisms.dispatchers import SELECTABLE, DispatcherCapability, g
 from arguments.mechanisms.format_kinds.declaration import FormatCapability
 from arguments.mechanisms.formats import QUANTIZED
 from arguments.mechanisms.placement_kinds.declaration import PlacementCapability
-from arguments.mechanisms.placements import get_placement, rejected_placements
+from arguments.mechanisms.placements import PLACEMENTS, get_placement
 from arguments.mechanisms.recomputed_modules import RECOMPUTED_MODULES, RecomputeCapability
 from arguments.mechanisms.selection_kinds.declaration import SelectionCapability
 from arguments.mechanisms.selections import SELECTIONS
 from arguments.mechanisms.sharding_kinds.declaration import ShardingCapability
-from arguments.mechanisms.shardings import rejected_shardings
-from arguments.mechanisms.support import keys_rejecting, keys_with, rejecting
+from arguments.mechanisms.shardings import SHARDINGS
+from arguments.mechanisms.support import keys_rejecting, keys_with, rejected_flags, rejecting
 from arguments.mtp import num_mtp_depths
 from arguments.rules.derived_sizes import DerivedSizes, as_list, moe_pattern
 from arguments.rules.packing import is_packed
@@ -36,12 +36,16 @@ def dropless_names() -> str:
     return " or ".join(each.name for each in DROPLESS)
 
 
+def module_names(value: object) -> list[str]:
+    """Return names of modules, splitting words with several (`attn,moe_router`)."""
+    return [name for word in as_list(value) for name in str(word).replace(",", " ").split()]
+
+
 def captured_parts(s: Settings) -> set[str]:
     """Return the captured modules: all of them for full layers and iterations, none for a rejected iteration."""
     if s.cuda_graph_impl == "none" or _iteration_varies(s):
         return set()
-    names = {name for word in as_list(s.cuda_graph_modules) for name in str(word).replace(",", " ").split()}
-    return names or set(OF_FULL_LAYERS)
+    return set(module_names(s.cuda_graph_modules) or OF_FULL_LAYERS)
 
 
 def _graph_flag(s: Settings) -> str:
@@ -52,7 +56,7 @@ def _graph_flag(s: Settings) -> str:
 def _not_captured(applies: object, part: str, dest: str, reason: str) -> Limit:
     return Limit(
         applies,
-        f"{{cuda_graph_impl}} cannot capture {part} with {{}}: {reason} Leave one of the two out.",
+        f"{{cuda_graph_impl}} cannot capture {part} with {{}}: {reason}. Leave one of the two out.",
         (dest,),
         "later",
     )
@@ -150,16 +154,16 @@ def limit_dropless_experts(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
         (
             "moe_permute_fusion_into_hybridep",
             s.moe_permute_fusion_into_hybridep,
-            "its fused combine needs counts on the host.",
+            "its fused combine needs counts on the host",
         ),
         (
             "use_transformer_engine_op_fuser",
             s.use_transformer_engine_op_fuser
             and can_quantize_experts(s, s, f.ep, replaces_weights=replaces_weights, fused=True)
             and fused_experts_problem(s, s),
-            f"they leave counts on the device only with the {on_device} recipes.",
+            f"they leave counts on the device only with the {on_device} recipes",
         ),
-        ("moe_grouped_gemm", not s.moe_grouped_gemm, "the host reads the counts of experts that run one by one."),
+        ("moe_grouped_gemm", not s.moe_grouped_gemm, "the host reads the counts of experts that run one by one"),
     ):
         yield _not_captured(is_on and is_wrong, "dropless experts", dest, reason)
 
@@ -167,9 +171,9 @@ def limit_dropless_experts(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
 def limit_padded_experts(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
     is_on = s.num_experts and "moe" in captured_parts(s) and _is_padded(s)
     for dest, reason in (
-        *rejected_placements(PlacementCapability.PADDED_GRAPH),
-        ("moe_expert_rank_capacity_factor", "padding to capacity already fixes the number of tokens."),
-        ("moe_router_padding_for_quantization", "the number of tokens beyond the capacity varies."),
+        *rejected_flags(PLACEMENTS, PlacementCapability.PADDED_GRAPH),
+        ("moe_expert_rank_capacity_factor", "padding to capacity already fixes the number of tokens"),
+        ("moe_router_padding_for_quantization", "the number of tokens beyond the capacity varies"),
     ):
         yield _not_captured(is_on and getattr(s, dest), "experts padded to capacity", dest, reason)
     selected = get_dispatcher(s)
@@ -194,7 +198,7 @@ def limit_exchange_overlap(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
             and s.cuda_graph_impl != "full_iteration",
             module.key,
             "overlap_moe_expert_parallel_comm",
-            f"{rejected_overlap.reason}.",
+            rejected_overlap.reason,
         )
 
 
@@ -211,7 +215,7 @@ def limit_router(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
         is_on and s.moe_router_force_biased is not None,
         "moe_router",
         "moe_router_force_biased",
-        "forced biases are drawn on the host.",
+        "forced biases are drawn on the host",
     )
 
 
@@ -232,19 +236,19 @@ def limit_random_numbers(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
             is_on and is_parallel,
             part,
             dest,
-            f"with {ranks} random numbers come from a separate generator of each tensor-parallel rank.",
+            f"with {ranks} random numbers come from a separate generator of each tensor-parallel rank",
         )
         yield _not_captured(
             is_on and s.recompute_granularity is not None,
             part,
             dest,
-            "with {recompute_granularity} its random numbers are drawn twice, from a state on the host.",
+            "with {recompute_granularity} its random numbers are drawn twice, from a state on the host",
         )
     yield _not_captured(
         captured & drawing("attention_dropout") and s.attention_dropout and f.cp > 1,
         "attn",
         "attention_dropout",
-        "over the ranks of {context_parallel_size} it draws a seed on the host.",
+        "over the ranks of {context_parallel_size} it draws a seed on the host",
     )
 
 
@@ -255,7 +259,7 @@ def limit_recompute(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
         and not captured.isdisjoint((LAYER, *keys_rejecting(CAPTURED_MODULES, GraphCapability.MLP_CHUNKS))),
         "what runs in chunks",
         "mlp_chunks_for_training",
-        "the pool of a graph holds the tensors of all chunks; --cuda-graph-modules attn captures the rest.",
+        "the pool of a graph holds the tensors of all chunks; --cuda-graph-modules attn captures the rest",
     )
     recomputed = as_list(s.recompute_modules) if s.recompute_granularity == "selective" else []
     for module, rejected in rejecting(RECOMPUTED_MODULES, RecomputeCapability.ROUTER_GRAPH):
@@ -268,12 +272,12 @@ def limit_recompute(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
 
 
 def limit_param_sharding(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
-    for dest, reason in rejected_shardings(ShardingCapability.MODULE_GRAPHS):
+    for dest, reason in rejected_flags(SHARDINGS, ShardingCapability.MODULE_GRAPHS):
         yield _not_captured(
             captured_parts(s) and getattr(s, dest) and s.cuda_graph_impl != "full_iteration",
             "modules",
             dest,
-            f"{reason}; a graph of the full iteration contains the gathers.",
+            f"{reason}; a graph of the full iteration contains the gathers",
         )
 
 
@@ -284,7 +288,7 @@ def limit_packed_chunks(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
         and not captured_parts(s).isdisjoint((LAYER, *keys_rejecting(CAPTURED_MODULES, GraphCapability.PACKED_CHUNKS))),
         "attention to packed sequences",
         "attention_chunk_size",
-        "their chunks begin at other tokens in every microbatch.",
+        "their chunks begin at other tokens in every microbatch",
     )
 
 
@@ -308,5 +312,5 @@ def limit_full_iteration_gather(s: Settings, _f: DerivedSizes) -> Iterator[Limit
         and s.overlap_param_gather_with_optimizer_step,
         "the full iteration",
         "overlap_param_gather_with_optimizer_step",
-        "the graph gathers the parameters at its start, after the optimizer's step.",
+        "the graph gathers the parameters at its start, after the optimizer's step",
     )

@@ -6,18 +6,13 @@ from arguments.layer_pattern import mixing_sublayers
 from arguments.mechanisms.captured_modules import CAPTURED_MODULES
 from arguments.mechanisms.layer_modules import named, unaccompanied, unknown_names
 from arguments.mechanisms.sublayers import MAMBA
-from arguments.rules.derived_sizes import DerivedSizes, as_list
-from arguments.rules.graph_limits import dropless_names, has_fixed_receive_buffer
+from arguments.rules.derived_sizes import DerivedSizes
+from arguments.rules.graph_limits import dropless_names, has_fixed_receive_buffer, module_names
 from arguments.rules.recompute import absent_parts
 from arguments.settings import Settings, Violation
 
 IMPL, MODULES, OLD_SCOPE = "cuda_graph_impl", "cuda_graph_modules", "cuda_graph_scope_deprecated"
 OLD_WHOLE = ("full", "full_iteration", "full_iteration_inference")
-
-
-def _names(value: object) -> list[str]:
-    """Return module names, splitting words with several (`attn,moe_router`)."""
-    return [name for word in as_list(value) for name in str(word).replace(",", " ").split()]
 
 
 # Derived values.
@@ -30,8 +25,8 @@ def resolve_old_switches(s: Settings, _f: DerivedSizes) -> None:
 
 
 def resolve_old_scope(s: Settings, _f: DerivedSizes) -> None:
-    scope = _names(s.cuda_graph_scope_deprecated)
-    if not scope or _names(s.cuda_graph_modules):
+    scope = module_names(s.cuda_graph_scope_deprecated)
+    if not scope or module_names(s.cuda_graph_modules):
         return
     if "full_iteration" in scope and s.cuda_graph_impl == "local":
         s.set_derived(IMPL, "full_iteration", f"from {s.flag(OLD_SCOPE)}")
@@ -39,7 +34,7 @@ def resolve_old_scope(s: Settings, _f: DerivedSizes) -> None:
 
 
 def resolve_router_before_preprocess(s: Settings, _f: DerivedSizes) -> None:
-    modules = _names(s.cuda_graph_modules)
+    modules = module_names(s.cuda_graph_modules)
     for module in named(CAPTURED_MODULES, modules) if s.cuda_graph_impl == "local" else ():
         if module.after is not None and module.after[0] not in modules:
             first, reason = module.after
@@ -58,7 +53,7 @@ def note_absent_modules(s: Settings, f: DerivedSizes) -> None:
     absent = absent_parts(s, f)
     if mixing_sublayers(s) == {MAMBA}:
         absent["token mixer"] = "attention"
-    for module in named(CAPTURED_MODULES, _names(s.cuda_graph_modules)):
+    for module in named(CAPTURED_MODULES, module_names(s.cuda_graph_modules)):
         if module.part in absent:
             what = absent[module.part]
             s.note(f"{s.flag(MODULES)} {module.key}: no layer of this model has {what}, so nothing is captured.")
@@ -80,12 +75,12 @@ def check_old_and_new_flags(s: Settings, _f: DerivedSizes) -> Iterator[Violation
 
 
 def check_known_modules(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
-    yield from unknown_names(s, MODULES, _names(s.cuda_graph_modules), CAPTURED_MODULES)
-    yield from unknown_names(s, OLD_SCOPE, _names(s.cuda_graph_scope_deprecated), CAPTURED_MODULES, OLD_WHOLE)
+    yield from unknown_names(s, MODULES, module_names(s.cuda_graph_modules), CAPTURED_MODULES)
+    yield from unknown_names(s, OLD_SCOPE, module_names(s.cuda_graph_scope_deprecated), CAPTURED_MODULES, OLD_WHOLE)
 
 
 def check_expert_modules(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
-    modules = _names(s.cuda_graph_modules)
+    modules = module_names(s.cuda_graph_modules)
     if s.cuda_graph_impl == "none":
         return
     padded = s.moe_expert_capacity_factor is not None and s.moe_pad_expert_input_to_capacity
@@ -110,7 +105,7 @@ def check_expert_modules(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
 def check_full_iteration_graph(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if s.cuda_graph_impl != "full_iteration":
         return
-    if _names(s.cuda_graph_modules):
+    if module_names(s.cuda_graph_modules):
         yield s.violation("{cuda_graph_impl} captures everything; drop {cuda_graph_modules}.")
     if s.check_for_nan_in_loss_and_grad and not s.skip_train:
         yield s.violation(

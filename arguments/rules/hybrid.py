@@ -10,6 +10,7 @@ from arguments.layer_pattern import (
     MOE,
     SPARSE,
     STAGE,
+    all_letters,
     hybrid_letters,
     letter_flags,
 )
@@ -74,7 +75,7 @@ def resolve_hybrid_layers(s: Settings, _f: DerivedSizes) -> None:
     if s.num_layers not in (None, len(letters)):
         s.note(f"{s.shown('num_layers')}: the {len(letters)} layers of --hybrid-layer-pattern are taken.")
     s.set_derived("num_layers", len(letters), "the letters of --hybrid-layer-pattern")
-    if MOE in letters + mtp_letters(pattern):
+    if MOE in all_letters(pattern):
         routed = [int(letter == MOE) for letter in letters]
         if s.given("moe_layer_freq") and s.moe_layer_freq != routed:
             s.note(f"{s.shown('moe_layer_freq')}: the letters E of --hybrid-layer-pattern are taken.")
@@ -182,7 +183,7 @@ def _head_problems(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
 def limit_hybrid_layers(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
     """List what layers of one sublayer are not built for."""
     pattern = s.hybrid_layer_pattern or ""
-    letters = hybrid_letters(pattern) + mtp_letters(pattern)
+    letters = all_letters(pattern)
     yield Limit(
         SPARSE in letters and (DELTA_NET in letters or LATENT in letters),
         f"{{hybrid_layer_pattern:flag}} cannot have {SPARSE_ATTENTION.lettered} with {GATED_DELTA_NET.lettered} or "

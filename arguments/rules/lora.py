@@ -3,31 +3,26 @@
 from collections.abc import Iterator
 
 from arguments.lora import ALL_LINEAR, LINEARS, is_lora_target
-from arguments.mechanisms.formats import FLAGS
 from arguments.mechanisms.placement_kinds.declaration import PlacementCapability
-from arguments.mechanisms.placements import rejected_placements
+from arguments.mechanisms.placements import PLACEMENTS
 from arguments.mechanisms.recomputed_modules import RECOMPUTED_MODULES, RecomputeCapability
-from arguments.mechanisms.sharding_kinds.declaration import ShardingCapability
-from arguments.mechanisms.shardings import rejected_shardings
 from arguments.mechanisms.sublayer_kinds.declaration import SublayerCapability
 from arguments.mechanisms.sublayers import SUBLAYERS, VARIANT, variant_of
-from arguments.mechanisms.support import rejecting
+from arguments.mechanisms.support import rejected_flags, rejecting
+from arguments.rules import frozen_weights
 from arguments.rules.derived_sizes import DerivedSizes, as_list
 from arguments.settings import Limit, Settings, Violation
 
 DIM = "lora_dim"
 NOT_BUILT = (
-    *rejected_shardings(ShardingCapability.FROZEN),
-    *tuple((flags.name, "it would quantize frozen weights in every iteration again") for flags in FLAGS),
+    *frozen_weights.EXCLUDED,
     ("mla_down_proj_fusion", "an adapter belongs to one projection"),
-    ("qk_clip", "it scales weights, which are frozen"),
     ("use_mup", "its learning rates are those of complete weights"),
     ("dsa_indexer_warmup", "it trains the indexers alone"),
     ("dsa_indexer_loss_coeff", "the indexers are frozen"),
     ("moe_use_upcycling", "it converts a checkpoint and trains nothing"),
     ("moe_expert_rank_capacity_factor", "experts with adapters need their token counts on the host"),
     ("use_transformer_engine_op_fuser", "nothing can be added between its fused operations"),
-    ("cuda_graph_impl", "no graph has captured layers with frozen weights yet"),
     (
         "stream_weights_to",
         "it writes the weights of a model without adapters; a conversion to Hugging Face merges those of a checkpoint",
@@ -52,7 +47,7 @@ def check_lora_targets(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
 
 def limit_lora(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     is_on = s.lora_dim is not None
-    for other, why in (*NOT_BUILT, *rejected_placements(PlacementCapability.ADAPTERS)):
+    for other, why in (*NOT_BUILT, *rejected_flags(PLACEMENTS, PlacementCapability.ADAPTERS)):
         applies = is_on and s.values[other] != s.default(other)
         yield Limit(applies, f"{{{DIM}:flag}} cannot be combined with {{}}: {why}.", (other,))
     has_dropout = is_on and bool(s.lora_dropout)

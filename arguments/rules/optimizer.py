@@ -12,19 +12,17 @@ from arguments.mechanisms.optimizers import OPTIMIZERS, get_optimizer
 from arguments.mechanisms.schedule_kinds.declaration import ScheduleCapability
 from arguments.mechanisms.schedules import SCHEDULES, asked_schedule
 from arguments.mechanisms.sharding_kinds.declaration import ShardingCapability
-from arguments.mechanisms.shardings import asked_for, get_sharding, rejected_shardings, rejections, wrapped
+from arguments.mechanisms.shardings import asked_for, get_sharding, rejections, wrapped
 from arguments.mechanisms.support import keys_with, rejecting
+from arguments.rules import frozen_weights
 from arguments.rules.derived_sizes import DerivedSizes
 from arguments.settings import Limit, Settings, Violation
 
 NOT_WITH_FROZEN_BACKBONE = (
     ("freeze_all_layers", "it trains nothing"),
     ("lora_dim", "adapters are trained alone"),
-    *rejected_shardings(ShardingCapability.FROZEN),
-    *tuple((flags.name, "it would quantize frozen weights in every iteration again") for flags in FLAGS),
-    ("cuda_graph_impl", "no graph has captured layers with frozen weights yet"),
+    *frozen_weights.EXCLUDED,
     ("use_transformer_engine_op_fuser", "its fused experts are not tested next to frozen weights"),
-    ("qk_clip", "it scales weights, which are frozen"),
     ("mtp_num_layers", "its projections are neither backbone nor experts"),
     ("hybrid_layer_pattern", "its layers are not sorted into backbone and rest"),
 )
@@ -170,7 +168,7 @@ def check_one_fsdp(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
 def check_megatron_fsdp(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     sharding = get_sharding(s)
     if sharding.ckpt_format not in (None, s.ckpt_format):
-        text = f"{{}} needs {{ckpt_format:flag}} {sharding.ckpt_format}, not {{ckpt_format:value}}."
+        text = f"{{}} needs {{ckpt_format:flag}} {sharding.ckpt_format}, not {{ckpt_format}}."
         yield s.violation(text, str(sharding.dest))
 
 
@@ -210,9 +208,8 @@ def check_torch_fsdp(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
         ("pipeline_model_parallel_size", f.pp, ShardingCapability.PIPELINE),
         ("expert_model_parallel_size", f.ep, ShardingCapability.EXPERT_PARALLEL),
     ):
-        for sharding, is_rejected in rejections(s, capability):
-            if size > 1 and is_rejected:
-                yield s.violation("{} cannot be combined with {}.", sharding, dest)
+        for each in (each for each in asked_for(s) if size > 1 and each.rejects(capability)):
+            yield s.violation(f"{{}} cannot be combined with {{}}: {each.reason(capability)}.", str(each.dest), dest)
     if s.use_distributed_optimizer:
         for each in (each for each in asked_for(s) if each.shards_optimizer):
             yield s.violation(

@@ -6,7 +6,7 @@ optimizer offload. Modules that no layer has are a note here, not an error.
 
 from collections.abc import Iterator
 
-from arguments.layer_pattern import MLP, MOE, hybrid_letters, mixing_sublayers
+from arguments.layer_pattern import MLP, MOE, all_letters, mixing_sublayers
 from arguments.mechanisms.format_kinds.declaration import FormatCapability
 from arguments.mechanisms.formats import FLAGS, of_width, quantized_format, selected
 from arguments.mechanisms.implementation_kinds.declaration import ImplementationCapability
@@ -16,13 +16,12 @@ from arguments.mechanisms.offloaded_modules import OFFLOADED_MODULES, OffloadCap
 from arguments.mechanisms.optimizer_kinds.declaration import OptimizerCapability
 from arguments.mechanisms.optimizers import get_optimizer
 from arguments.mechanisms.placement_kinds.declaration import PlacementCapability
-from arguments.mechanisms.placements import rejected_placements
+from arguments.mechanisms.placements import PLACEMENTS
 from arguments.mechanisms.recomputed_modules import RECOMPUTED_MODULES, RecomputeCapability
 from arguments.mechanisms.schedule_kinds.declaration import ScheduleCapability
 from arguments.mechanisms.schedules import SCHEDULES, asked_schedule
 from arguments.mechanisms.sublayers import VARIANT, variant_of
-from arguments.mechanisms.support import keys_rejecting, keys_with, rejecting
-from arguments.mtp import mtp_letters
+from arguments.mechanisms.support import keys_rejecting, keys_with, rejected_flags, rejecting
 from arguments.needs import name_of
 from arguments.rules.derived_sizes import DerivedSizes, as_list, positive
 from arguments.settings import Limit, Settings, Violation
@@ -80,7 +79,7 @@ def absent_parts(s: Settings, sizes: DerivedSizes) -> dict[Part, str]:
     """Return the parts that no layer has, with the words for what the layers would have."""
     pattern, mixers = s.hybrid_layer_pattern, mixing_sublayers(s)
     if pattern:
-        letters = hybrid_letters(pattern) + mtp_letters(pattern)
+        letters = all_letters(pattern)
         has_experts, has_dense = MOE in letters, MLP in letters
     else:
         has_experts = sizes.experts is not None and (sizes.moe_layers is None or any(sizes.moe_layers))
@@ -195,7 +194,7 @@ def limit_mlp_chunks(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
         ),
         *(
             (dest, experts and s.values[dest], reason)
-            for dest, reason in rejected_placements(PlacementCapability.MLP_CHUNKS)
+            for dest, reason in rejected_flags(PLACEMENTS, PlacementCapability.MLP_CHUNKS)
         ),
         (
             "moe_shared_expert_overlap",

@@ -4,8 +4,9 @@ from collections.abc import Iterator
 
 from arguments.mechanisms.formats import FLAGS, quantized_format
 from arguments.mechanisms.sharding_kinds.declaration import ShardingCapability
-from arguments.mechanisms.shardings import rejected_shardings
+from arguments.mechanisms.shardings import SHARDINGS
 from arguments.mechanisms.sublayers import SPARSE_ATTENTION, VARIANT, variant_of
+from arguments.mechanisms.support import rejected_flags
 from arguments.rules.derived_sizes import DerivedSizes, as_list, positive
 from arguments.settings import Limit, Settings, Violation
 from arguments.sparse_attention import GATHER_CONFLICTS, find_gather_conflict
@@ -15,7 +16,7 @@ FORM = "dsa_attention_form"
 INDEXER_FLAGS = ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk")
 ALLGATHER = ("allgather", "all_gather")
 FROZEN = (
-    *rejected_shardings(ShardingCapability.FROZEN),
+    *rejected_flags(SHARDINGS, ShardingCapability.FROZEN),
     *tuple(
         (
             flags.param_gather,

@@ -3,10 +3,9 @@
 from collections.abc import Iterator
 
 from arguments.demands import demands
-from arguments.layer_pattern import hybrid_letters
+from arguments.layer_pattern import all_letters
 from arguments.mechanisms.sublayer_kinds.declaration import PATTERN, SublayerCapability, SublayerDeclaration
 from arguments.mechanisms.sublayers import LATENT_ATTENTION, SUBLAYERS, variant_of
-from arguments.mtp import mtp_letters
 from arguments.rules.derived_sizes import DerivedSizes
 from arguments.settings import Limit, Settings
 
@@ -30,8 +29,7 @@ def _is_asked_for(s: Settings, sublayer: SublayerDeclaration) -> bool:
     if sublayer.variant is not None:
         return variant_of(s) is sublayer
     if sublayer.switch == PATTERN:
-        pattern = s.hybrid_layer_pattern or ""
-        return sublayer.letter in hybrid_letters(pattern) + mtp_letters(pattern)
+        return sublayer.letter in all_letters(s.hybrid_layer_pattern or "")
     return bool(s.values[sublayer.switch])
 
 

@@ -38,6 +38,7 @@ from moe_trainer.exit_codes import ExitCode
 _STATE = re.compile(r"^(chained_\d+\.)?optimizer\.state\.[^.]+\.")
 _MAIN, _SHARDED_MAIN = "optimizer.state.fp32_param.", "optimizer.state.param."
 MAX_LISTED = 12
+# a choice of what fits a line, which no property of a flag says
 _SHOWN_FLAGS = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",

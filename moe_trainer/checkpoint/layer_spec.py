@@ -22,11 +22,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from arguments import layer_pattern
-from arguments.layer_pattern import hybrid_letters, recorded_linear_layers, recorded_moe_layers
+from arguments.layer_pattern import all_letters, recorded_linear_layers, recorded_moe_layers
 from arguments.mechanisms.implementation_kinds.declaration import IMPLEMENTATION
 from arguments.mechanisms.implementations import find_implementation
 from arguments.mechanisms.sublayers import VARIANT, variant_of
-from arguments.mtp import mtp_letters
 
 NormPrefixes = tuple[str, str]
 """Prefix of a norm's names inside a layer, and the one if a linear has it fused."""
@@ -80,8 +79,7 @@ def norms_of_layers(record: Mapping[str, Any]) -> tuple[tuple[NormPrefixes, ...]
             layer_pattern.LATENT: latent,
             layer_pattern.MLP: (MLP,),
         }
-        pattern = record["hybrid_layer_pattern"]
-        return tuple(by_letter.get(letter, ()) for letter in hybrid_letters(pattern) + mtp_letters(pattern))
+        return tuple(by_letter.get(letter, ()) for letter in all_letters(record["hybrid_layer_pattern"]))
     routed = recorded_moe_layers(record)
     linear = recorded_linear_layers(record, len(routed))
     kinds = [*zip(routed, linear, strict=True)]

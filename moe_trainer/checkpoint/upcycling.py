@@ -287,9 +287,9 @@ def _check(
         for name in _COMMON
         if name in saved and name in args and (saved[name] or None) != (args[name] or None)
     ]
-    if _dense_pattern(saved) != _dense_pattern(args):
-        one, other = saved.get("hybrid_layer_pattern"), _dense_pattern(args)
-        differing.append(f"  --hybrid-layer-pattern, with - for E: {one!r} in the checkpoint, {other!r} here")
+    if _dense_pattern(saved) != (pattern := _dense_pattern(args)):
+        given = saved.get("hybrid_layer_pattern")
+        differing.append(f"  --hybrid-layer-pattern, with - for E: {given!r} in the checkpoint, {pattern!r} here")
     if differing:
         title = f"--moe-use-upcycling: {folder} is of another model than these flags; what is to be the same:"
         raise CheckpointError("\n".join([title, *differing]))

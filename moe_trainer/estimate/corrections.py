@@ -42,7 +42,7 @@ def is_fused_iteration(args: Arguments) -> bool:
 def exchanges_slowly(args: Arguments) -> bool:
     """Whether the tokens of many experts are exchanged by a dispatcher that these slow down: NCCL's all-to-all."""
     is_slow = get_dispatcher(args.moe).slows_with_experts and args.parallel.expert_model_parallel_size > 1
-    return is_slow and (args.moe.num_experts or 0) > MANY_EXPERTS
+    return is_slow and args.moe.expert_count > MANY_EXPERTS
 
 
 def launches_overlapped_attention(args: Arguments) -> bool:

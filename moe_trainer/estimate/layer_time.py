@@ -399,7 +399,7 @@ class LayerTime:
         return self._mlp(width) if width else 0.0
 
     def _routed_experts(self) -> float:
-        moe, hidden, num_experts = self.moe, self.model.hidden_size, self.moe.num_experts or 0
+        moe, hidden, num_experts = self.moe, self.model.hidden_size, self.moe.expert_count
         local = num_experts // self.ep
         reads, makes = moe.expert_widths(hidden)
         width = self.expert_ffn

@@ -40,6 +40,7 @@ from arguments.layer_pattern import (
 )
 from arguments.mechanisms.sublayers import variant_of
 from arguments.vocabulary import get_padded_vocab_size, padded_vocab_size_from_flags
+from model_zoo.tokenizers import find_vocab_size
 from moe_trainer.estimate.linear_attention import is_short_conv, linear_attention_params
 from moe_trainer.estimate.lora import adapter_params
 from moe_trainer.ops.block_sizes import MAMBA_CONV_WIDTH
@@ -50,21 +51,6 @@ if TYPE_CHECKING:
     from arguments.stage_layout import ChunkLayout
 
 
-_BY_NAME = (
-    ("deepseek-v3", 129280),
-    ("deepseek-v2", 102400),
-    ("qwen3", 151936),
-    ("qwen2", 151936),
-    ("kimi-k2", 163840),
-    ("moonlight", 163840),
-    ("mixtral-8x22b", 32768),
-    ("mixtral", 32000),
-    ("mistral", 32000),
-    ("llama-3", 128256),
-    ("llama3", 128256),
-    ("llama-2", 32000),
-)
-"""(part of a tokenizer's name, vocabulary size of the configurations published with it)."""
 _BY_TYPE: Mapping[str | None, int] = MappingProxyType({"Llama2Tokenizer": 32000, "GPT2BPETokenizer": 50257})
 _WITHOUT_VOCABULARY = ("NullTokenizer", "NullMultimodalTokenizer")
 """Tokenizers that take --vocab-size."""
@@ -163,7 +149,7 @@ class LayerParams:
         self.tp = parallel.tensor_model_parallel_size if is_sharded else 1
         self.etp = parallel.expert_tensor_parallel_size or self.tp if is_sharded else 1
         self.ep = parallel.expert_model_parallel_size if is_sharded else 1
-        self.num_experts = self.moe.num_experts or 0
+        self.num_experts = self.moe.expert_count
         self.pattern = moe_layer_pattern(self.model.num_layers, self.moe.num_experts, self.moe.moe_layer_freq)
         self.mtp_pattern = mtp_layer_pattern(self.pattern, self.model.hybrid_layer_pattern)
         self._bias = self.model.add_bias_linear
@@ -400,9 +386,8 @@ def planned_vocab_size(args: Arguments) -> tuple[int | None, str]:
     has_tokenizer = not args.typed.isdisjoint(("tokenizer_type", "tokenizer_model", "vocab_file"))
     if rows is not None and not (is_of_preset and has_tokenizer and data.tokenizer_type not in _WITHOUT_VOCABULARY):
         return rows, ""
-    name, source = (data.tokenizer_model or "").lower(), data.tokenizer_model or data.vocab_file or data.tokenizer_type
-    by_type = _BY_TYPE.get(data.tokenizer_type)
-    size = next((size for part, size in _BY_NAME if part in name), by_type)
+    source = data.tokenizer_model or data.vocab_file or data.tokenizer_type
+    size = find_vocab_size(data.tokenizer_model or "") or _BY_TYPE.get(data.tokenizer_type)
     if size is not None:
         named = get_padded_vocab_size(args, size)
         note = f"vocabulary: {named:,} rows, taken from the tokenizer's name ({source}); --vocab-size says it exactly"

@@ -90,7 +90,7 @@ class LayerSizes:
         self.rows = self.own if parallel.sequence_parallel else self.tokens
         etp = parallel.etp_size
         self.etp, self.ep = etp, parallel.expert_model_parallel_size
-        self.num_experts = args.moe.num_experts or 0
+        self.num_experts = args.moe.expert_count
         self.mlp_chunks = num_mlp_chunks(training, self.own // self.batch)
         self.sent = self.own * args.moe.moe_router_topk
         self.received = self.sent * etp if received is None else received

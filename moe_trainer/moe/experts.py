@@ -113,7 +113,7 @@ class Experts(nn.Module):
             ValueError: if the experts or their width cannot be divided evenly.
         """
         super().__init__()
-        kernels, num_experts = factory.kernels, moe.num_experts or 0
+        kernels, num_experts = factory.kernels, moe.expert_count
         ffn = moe.moe_ffn_hidden_size or model.ffn_hidden_size
         if ffn % ps.etp.size:
             raise ValueError(

@@ -118,7 +118,7 @@ class TopKRouter(nn.Module):
         self.activations = activations or ActivationPolicy()
         self.stream = stream
         self.moe, self.ps, self.name, self.layer_number = moe, ps, name, layer_number
-        self.num_experts, self.topk = moe.num_experts or 0, moe.moe_router_topk
+        self.num_experts, self.topk = moe.expert_count, moe.moe_router_topk
         context = SelectionContext(moe, name, layer_number, ps, self.activations.cached_for_recompute)
         self.selection = build_selection(context)
         self.dtype = dict(ROUTER_DTYPES).get(moe.moe_router_dtype or "")

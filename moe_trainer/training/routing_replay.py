@@ -75,7 +75,7 @@ class RoutingReplay:
             raise ValueError("a CUDA graph would route every microbatch as the captured one: --cuda-graph-impl none")
         pattern = moe_layer_pattern(args.model.num_layers, args.moe.num_experts, args.moe.moe_layer_freq)
         self._moe_layers = [layer for layer, is_moe in enumerate(pattern) if is_moe]
-        self._num_layers, self._num_experts = len(pattern), args.moe.num_experts or 0
+        self._num_layers, self._num_experts = len(pattern), args.moe.expert_count
         self._topk = args.moe.moe_router_topk
         self._chunks, self._source, self._name, self._iteration = chunks, source, name, 0
 

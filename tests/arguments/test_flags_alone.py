@@ -16,43 +16,26 @@ PRESET = "mixtral_tiny"
 WORDS = {"window_size": ["8,0"], "init_from": ["x"], "dump_step": ["1", "x"], "preset": ["qwen3_tiny"]}
 ALONE = set(
     """
-    num_layers num_attention_heads kv_channels group_query_attention num_query_groups value_channels
-    make_vocab_size_divisible_by untie_embeddings_and_output_weights normalization layernorm_epsilon
-    layernorm_zero_centered_gamma apply_residual_connection_post_layernorm post_self_attn_layernorm
-    post_mlp_layernorm qk_layernorm qk_l2_norm swiglu glu_linear_offset enable_hyper_connections
-    activation_func_clamp_value add_bias_linear add_qkv_bias add_attention_output_bias add_output_layer_bias
-    hidden_dropout attention_dropout position_embedding_type rotary_base rotary_percent rotary_interleaved
-    rotary_seq_len_interpolation_factor use_rope_scaling no_rope_freq softmax_type window_size attention_chunk_size
-    attn_temperature_tuning attention_value_scale attention_output_gate qk_clip lora_dim mtp_num_layers
-    init_method_std embedding_init_method_std init_method_xavier_uniform use_mup embedding_multiplier
-    residual_multiplier attention_multiplier logits_scaling num_experts
-    moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_latent_size
-    moe_grouped_gemm moe_router_topk moe_router_score_function moe_router_pre_softmax
-    moe_router_sparsemixer_jitter
-    moe_router_topk_scaling_factor moe_router_dtype moe_router_enable_expert_bias moe_router_force_load_balancing
-    moe_router_force_biased moe_n_hash_layers moe_input_jitter_eps moe_router_load_balancing_type moe_aux_loss_coeff
-    moe_z_loss_coeff moe_expert_capacity_factor moe_token_dispatcher_type moe_dispatch_fwd_dtype
-    moe_combine_bwd_dtype moe_permute_fusion moe_router_fusion moe_routing_trace_path defer_embedding_wgrad_compute
+    make_vocab_size_divisible_by hidden_dropout attention_dropout lora_dim init_method_std
+    embedding_init_method_std init_method_xavier_uniform use_mup defer_embedding_wgrad_compute
     use_distributed_optimizer use_torch_fsdp2 print_groups micro_batch_size global_batch_size rampup_batch_size
-    calculate_per_token_loss train_iters iterations_to_skip exit_interval exit_duration_in_mins exit_signal_handler
-    eval_iters eval_interval start_eval_at_iter eval_global_batch_size eval_micro_batch_size full_validation
-    cpu_offloading_num_layers seed deterministic_mode check_for_nan_in_loss_and_grad on_nan check_for_large_grads
-    check_for_spiky_loss rerun_mode error_injection_rate result_rejected_tracker_filename gpu_sniff_test_interval
-    manual_gc gradient_accumulation_fusion dataloader_type optimizer adam_beta1 adam_beta2 adam_eps clip_grad
-    weight_decay freeze_backbone lr min_lr lr_decay_style lr_decay_iters lr_warmup_fraction
-    lr_warmup_init decoupled_lr use_precision_aware_optimizer chunked_optimizer_state_offload
+    calculate_per_token_loss train_iters iterations_to_skip exit_interval exit_duration_in_mins
+    exit_signal_handler eval_iters full_validation cpu_offloading_num_layers seed deterministic_mode
+    check_for_nan_in_loss_and_grad check_for_large_grads check_for_spiky_loss rerun_mode gpu_sniff_test_interval
+    manual_gc gradient_accumulation_fusion dataloader_type optimizer clip_grad weight_decay lr lr_decay_style
+    lr_warmup_fraction decoupled_lr use_precision_aware_optimizer chunked_optimizer_state_offload
     dump_param_to_param_group_map bf16 fp16 on_missing_backend logit_dtype mock_data use_varlen_dataset sft
-    phase_transition_iterations data_cache_path seq_length reset_position_ids reset_attention_mask eod_mask_loss
-    dataloader_inter_document_masking allow_ambiguous_pad_tokens num_workers tokenizer_type vocab_size
-    pad_vocab_size null_tokenizer_eod_id null_tokenizer_pad_id preset validate_only dry_run log_all_arguments
-    metrics_file init_from export_weights dump_step save load pretrained_checkpoint log_interval log_params_norm
-    log_num_zeros_in_grad log_throughput log_energy log_max_attention_logit logging_level timing_log_level
-    config_logger_dir log_straggler tensorboard_dir wandb_project
+    phase_transition_iterations data_cache_path seq_length reset_position_ids dataloader_inter_document_masking
+    allow_ambiguous_pad_tokens num_workers tokenizer_type vocab_size pad_vocab_size preset validate_only dry_run
+    log_all_arguments metrics_file init_from export_weights dump_step save load pretrained_checkpoint
+    log_interval log_params_norm log_num_zeros_in_grad log_throughput log_energy log_max_attention_logit
+    logging_level timing_log_level config_logger_dir log_straggler tensorboard_dir wandb_project
     """.split()
 ) | {flags.name for flags in FLAGS}
 """Flags that act in a run of the preset on one CPU rank whatever else is given. Before you add one: see it act.
 
-Flags of the model that are restored always need not be here: tests/memory/test_flags_of_the_model.py sees them act.
+Not here are flags that say what they need, which the preset has, and flags of the model that are restored always:
+tests/memory/test_flags_of_the_model.py sees these act.
 """
 STATED = set(
     """
@@ -142,11 +125,16 @@ def outcomes(option, base: list[str]) -> set[str]:
 def test_every_flag_acts_is_refused_or_is_noted():
     base = preset_words()
     silent = {dest for dest, option in OPTIONS.items() if "silent" in outcomes(option, base)}
-    seen = {dest for dest in silent if OPTIONS[dest].section in ("model", "moe") and "always" in OPTIONS[dest].restore}
-    assert silent - ALONE - STATED - seen == set(), (
+    declared = {
+        option.dest
+        for option in OPTIONS.values()
+        if option.needs or option.section in ("model", "moe") and "always" in option.restore
+    }
+    assert silent - ALONE - STATED - declared == set(), (
         "no effect and no note: see flag(needs=...); or they act alone: see ALONE"
     )
     assert (ALONE | STATED) - silent == set(), "these are refused or noted when they are given alone"
+    assert (ALONE | STATED) & declared == set(), "their fields say enough"
 
 
 def test_every_flag_of_experts_is_refused_or_noted_without_experts():

@@ -12,11 +12,11 @@ from arguments.mechanisms.shardings import SHARDINGS
 
 ROOT = Path(__file__).parents[2]
 READ_BY_ARGUMENTS = {
-    "preset", "world_size", "report", "validate_only", "check_files", "on_missing_backend", "use_checkpoint_args",
-    "use_tokenizer_model_from_checkpoint_args", "use_mp_args_from_checkpoint_args", "flight_recorder_dump_path",
-    "flight_recorder_trace_buffer_size", "flight_recorder_dump_on_timeout", "flight_recorder_include_stack_trace",
-    "flight_recorder_include_only_active", "flight_recorder_extra_dump_on_exec", "moe_upcycling_granularity",
-    "hybrid_context_parallel", "mtp_hybrid_override_pattern",
+    "validate_only", "use_tokenizer_model_from_checkpoint_args", "flight_recorder_dump_path",
+    "flight_recorder_trace_buffer_size", "flight_recorder_dump_on_timeout",
+    "flight_recorder_include_stack_trace", "flight_recorder_include_only_active",
+    "flight_recorder_extra_dump_on_exec", "moe_upcycling_granularity", "hybrid_context_parallel",
+    "mtp_hybrid_override_pattern",
 }  # fmt: skip
 """Read while the command line is resolved (parse.py, apply_flag_status.py, checkpoint_args.py, report.py, rules/) or when the
 environment is set (machine.py)."""
@@ -102,5 +102,5 @@ def test_flags_without_effect_are_not_read():
 
 def test_exception_lists_are_still_needed():
     read = read_attribute_names()
-    assert [dest for dest in READ_BY_PATTERN if dest in read] == []
+    assert [dest for dest in (*READ_BY_ARGUMENTS, *READ_BY_PATTERN) if dest in read] == []
     assert [dest for dest in READ_FOR_THE_RECORD if dest not in read] == []

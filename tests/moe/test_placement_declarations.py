@@ -10,7 +10,8 @@ from structure.source import ROOT, source_files
 
 from arguments.container import OPTIONS
 from arguments.mechanisms.placement_kinds.declaration import PlacementCapability
-from arguments.mechanisms.placements import OWN, PLACEMENTS, get_placement, rejected_placements
+from arguments.mechanisms.placements import OWN, PLACEMENTS, get_placement
+from arguments.mechanisms.support import rejected_flags
 from moe_trainer.declared_module import load_module
 from moe_trainer.moe import placement
 from moe_trainer.moe.placement.build import build_placement
@@ -53,7 +54,7 @@ def test_declarations_leave_no_capability_out():
     for capability in PlacementCapability:
         with pytest.raises(TypeError, match=capability.name):
             leave_out(OWN, capability)
-        for dest, reason in rejected_placements(capability):
+        for dest, reason in rejected_flags(PLACEMENTS, capability):
             assert dest in OPTIONS and reason
 
 

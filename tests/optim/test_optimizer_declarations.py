@@ -15,7 +15,6 @@ from moe_trainer.declared_module import load_module
 from moe_trainer.optim import update_rules
 
 FLAGS = {
-    OptimizerCapability.SHARDED: "--use-distributed-optimizer",
     OptimizerCapability.FSDP: "--use-megatron-fsdp --ckpt-format fsdp_dtensor",
     OptimizerCapability.EARLY_GATHER: "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
     "--overlap-param-gather-with-optimizer-step",
@@ -23,7 +22,6 @@ FLAGS = {
     OptimizerCapability.HOST_UPDATE: "--optimizer-cpu-offload",
     OptimizerCapability.HOST_UPDATE_8_BITS: "--optimizer-cpu-offload --fp8-format hybrid --fp8-recipe mxfp8 --fp8-param-gather "
     "--use-distributed-optimizer",
-    OptimizerCapability.STATE_OFFLOAD: "--chunked-optimizer-state-offload",
     OptimizerCapability.LEGACY_FORMAT: "--ckpt-format torch",
     OptimizerCapability.OTHER_FORMATS: "--use-distributed-optimizer --ckpt-format torch_dcp",
 }

@@ -321,7 +321,8 @@ PIPE = "--pipeline-model-parallel-size 4 --num-layers 64 --global-batch-size 512
 VIRTUAL = f"{PIPE} --num-virtual-stages-per-pipeline-rank 2"
 OVERLAP = "--expert-model-parallel-size 4 --overlap-moe-expert-parallel-comm --moe-token-dispatcher-type alltoall"
 HYBRIDEP = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep"
-# flags that have a meaning only with others, and values that fit the others
+# flags that have a meaning only with others, and values that fit the others; by hand, since rules ask for more than what
+# `needs` of their fields says
 UPCYCLING = (
     "~--moe-shared-expert-intermediate-size --moe-ffn-hidden-size 4608 --num-experts 16 --moe-router-topk 4 --moe-use-upcycling "
     "--load dense --save experts --save-interval 10"

@@ -112,7 +112,7 @@ class DispatcherDeclaration(Mechanism[DispatcherCapability]):
         return self.backend or self.type or "local"
 
     @property
-    def dest(self) -> str:
+    def dest(self) -> str:  # type: ignore[override]  # another attribute, read only
         """Destination of the flag that names it."""
         return TYPE if self.backend is None else BACKEND
 

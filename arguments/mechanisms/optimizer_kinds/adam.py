@@ -28,13 +28,11 @@ ADAM = OptimizerDeclaration(
     record_group=record_adam_group,
     capabilities=MappingProxyType(
         {
-            OptimizerCapability.SHARDED: True,
             OptimizerCapability.FSDP: True,
             OptimizerCapability.EARLY_GATHER: True,
             OptimizerCapability.STATE_FORMATS: True,
             OptimizerCapability.HOST_UPDATE: Rejected("as in Megatron-LM"),
             OptimizerCapability.HOST_UPDATE_8_BITS: Rejected("as in Megatron-LM"),
-            OptimizerCapability.STATE_OFFLOAD: True,
             OptimizerCapability.LEGACY_FORMAT: True,
             OptimizerCapability.OTHER_FORMATS: True,
         }

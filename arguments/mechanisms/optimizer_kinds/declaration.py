@@ -14,13 +14,11 @@ OPTIMIZER = "optimizer"
 class OptimizerCapability(Enum):
     """What flags may demand of an optimizer; the value is the text of the manual."""
 
-    SHARDED = "`--use-distributed-optimizer`"
     FSDP = "`--use-megatron-fsdp`, `--use-torch-fsdp2`"
     EARLY_GATHER = "`--overlap-param-gather-with-optimizer-step`"
     STATE_FORMATS = "`--use-precision-aware-optimizer`, with the formats of its state"
     HOST_UPDATE = "`--optimizer-cpu-offload`, without `--use-precision-aware-optimizer`"
     HOST_UPDATE_8_BITS = "`--optimizer-cpu-offload`, with `--fp8-param-gather` and an `--fp8-recipe` other than delayed"
-    STATE_OFFLOAD = "`--chunked-optimizer-state-offload`"
     LEGACY_FORMAT = "`--ckpt-format torch`, `--ckpt-convert-format torch`"
     OTHER_FORMATS = "`--use-distributed-optimizer`, with a `--ckpt-format` other than torch and torch_dist"
 

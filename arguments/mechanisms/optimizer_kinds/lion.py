@@ -14,13 +14,11 @@ LION = OptimizerDeclaration(
     record_group=lambda record, _: {"betas": (record.get("lion_beta1"), record.get("lion_beta2"))},
     capabilities=MappingProxyType(
         {
-            OptimizerCapability.SHARDED: True,
             OptimizerCapability.FSDP: Rejected("as in Megatron-LM"),
             OptimizerCapability.EARLY_GATHER: Rejected("as in Megatron-LM"),
             OptimizerCapability.STATE_FORMATS: Rejected("as in Megatron-LM"),
             OptimizerCapability.HOST_UPDATE: Rejected("as in Megatron-LM"),
             OptimizerCapability.HOST_UPDATE_8_BITS: Rejected("as in Megatron-LM"),
-            OptimizerCapability.STATE_OFFLOAD: True,
             OptimizerCapability.LEGACY_FORMAT: Rejected("the format has the state of adam and sgd only"),
             OptimizerCapability.OTHER_FORMATS: Rejected("as in Megatron-LM"),
         }

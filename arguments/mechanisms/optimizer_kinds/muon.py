@@ -42,13 +42,11 @@ MUON = OptimizerDeclaration(
     set_again=("muon_fp32_matmul_prec",),
     capabilities=MappingProxyType(
         {
-            OptimizerCapability.SHARDED: True,
             OptimizerCapability.FSDP: Rejected("as in Megatron-LM: it updates full matrices"),
             OptimizerCapability.EARLY_GATHER: Rejected("it updates full matrices"),
             OptimizerCapability.STATE_FORMATS: Rejected("as in Megatron-LM"),
             OptimizerCapability.HOST_UPDATE: True,
             OptimizerCapability.HOST_UPDATE_8_BITS: True,
-            OptimizerCapability.STATE_OFFLOAD: True,
             OptimizerCapability.LEGACY_FORMAT: Rejected("the format has the state of adam and sgd only"),
             OptimizerCapability.OTHER_FORMATS: Rejected("as in Megatron-LM"),
         }

@@ -14,13 +14,11 @@ SGD = OptimizerDeclaration(
     record_group=lambda record, _: {"momentum": record.get("sgd_momentum"), "dampening": 0, "nesterov": False},
     capabilities=MappingProxyType(
         {
-            OptimizerCapability.SHARDED: True,
             OptimizerCapability.FSDP: True,
             OptimizerCapability.EARLY_GATHER: True,
             OptimizerCapability.STATE_FORMATS: Rejected("as in Megatron-LM"),
             OptimizerCapability.HOST_UPDATE: Rejected("as in Megatron-LM"),
             OptimizerCapability.HOST_UPDATE_8_BITS: Rejected("as in Megatron-LM"),
-            OptimizerCapability.STATE_OFFLOAD: True,
             OptimizerCapability.LEGACY_FORMAT: True,
             OptimizerCapability.OTHER_FORMATS: True,
         }

@@ -52,7 +52,7 @@ CLONED = PlacementDeclaration(
             ),
             PlacementCapability.PREPROCESS_GRAPH: NoEffect("gathers the counts of all ranks first, to plan the clones"),
             PlacementCapability.PADDED_GRAPH: Rejected(
-                "experts that are padded to capacity have equally many tokens, so none is hot."
+                "experts that are padded to capacity have equally many tokens, so none is hot"
             ),
             PlacementCapability.MLP_CHUNKS: Rejected("every chunk would exchange the weights of clones again"),
             PlacementCapability.ADAPTERS: Rejected("clones of experts have no adapters"),

@@ -173,7 +173,7 @@ class ClonedPlacement(ExpertPlacement):
 
 def make_placement(moe: MoEArgs, ps: ParallelState) -> ClonedPlacement:
     """Build it for a layer."""
-    return ClonedPlacement(ps, moe.num_experts or 0, moe.moe_clone_hot_experts)
+    return ClonedPlacement(ps, moe.expert_count, moe.moe_clone_hot_experts)
 
 
 class _UnusedSlots(OwnWeights):

@@ -144,4 +144,4 @@ class SlicedPermutation(Permutation):
 def make_permutation(moe: MoEArgs, first: int, inner: Permutation) -> SlicedPermutation:
     """Return what sorts the tokens of a model; see SlicedPermutation."""
     slices = expert_grid(moe).slices
-    return SlicedPermutation(slices, (moe.num_experts or 0) // slices, first, inner)
+    return SlicedPermutation(slices, moe.expert_count // slices, first, inner)

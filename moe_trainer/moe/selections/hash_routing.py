@@ -43,7 +43,7 @@ class HashSelection(ScoredSelection, nn.Module):
     def __init__(self, context: SelectionContext):
         # upstream's only softmax here is that over all experts
         super().__init__(context.moe.moe_router_topk, context.make_scores(pre_softmax=True), context.cache_fn)
-        self.num_experts = context.moe.num_experts or 0
+        self.num_experts = context.moe.expert_count
         self.register_buffer("tid2eid_VK", None)
 
     @classmethod

@@ -46,7 +46,7 @@ class QuantileBalancing(ScoredSelection, nn.Module):
     count: Tensor
 
     def __init__(self, context: SelectionContext):
-        moe, num_experts = context.moe, context.moe.num_experts or 0
+        moe, num_experts = context.moe, context.moe.expert_count
         super().__init__(moe.moe_router_topk, context.make_scores(moe.moe_router_pre_softmax), context.cache_fn)
         self._tp_cp, self._ema = context.ps.tp_cp, moe.moe_router_quantile_balancing_ema
         self.register_buffer("bias_E", torch.zeros(num_experts, dtype=torch.float32))
