@@ -24,7 +24,6 @@ NOT_WITH_FROZEN_BACKBONE = (
     ("use_transformer_engine_op_fuser", "its fused experts are not tested next to frozen weights"),
     ("qk_clip", "it scales weights, which are frozen"),
     ("mtp_num_layers", "its projections are neither backbone nor experts"),
-    ("hybrid_layer_pattern", "its layers are not sorted into backbone and rest"),
 )
 
 

@@ -118,13 +118,22 @@ def trained_params(args: Arguments, chunks: Sequence[ChunkLayout], held: ParamsP
 
 
 def _backbone_params(args: Arguments, chunks: Sequence[ChunkLayout]) -> int:
-    """Return the parameters that --freeze-backbone freezes: attention, shared experts, dense networks, an own head."""
+    """Return the parameters that --freeze-backbone freezes.
+
+    They are attention, shared experts, dense networks, hyper-connections, and an own head.
+    """
     rows = padded_vocab_size_from_flags(args) or 0
     layers = LayerParams(replace(args, model=replace(args.model, qk_layernorm=False)), rows)  # norms are trained
-    rest = {False: layers.layers[False].dense - layers.attention() - layers.layer_norms()}
+    model, connection = layers.model, layers.hyper_connection()
+    rest = {False: layers.layers[False].dense - layers.attention() - layers.around_mixer() - layers.around_mlp()}
     rest[True] = layers.shared() + layers.projections()
-    count = sum(layers.attention(number) + rest[layers.pattern[number]] for chunk in chunks for number in chunk.layers)
-    has_head = args.model.untie_embeddings_and_output_weights and any(chunk.has_loss for chunk in chunks)
+    count = 0
+    for number in (number for chunk in chunks for number in chunk.layers):
+        count += layers.attention(number) + connection if has_attention(model, number) else 0
+        count += rest[layers.pattern[number]] + connection if has_mlp(model, number) else 0
+    if any(chunk.has_final_norm for chunk in chunks):
+        count += layers.final_norm() - layers.norm(model.hidden_size)
+    has_head = model.untie_embeddings_and_output_weights and any(chunk.has_loss for chunk in chunks)
     return count + (layers.table() if has_head else 0)
 
 
@@ -166,7 +175,8 @@ def quantized_params_on_rank(plain: LayerParams, chunks: Sequence[ChunkLayout]) 
 def _quantized_matrices(plain: LayerParams, is_moe: bool, number: int) -> ParamsPerRank:
     """Return the quantized matrices of a layer: all but norms, router, indexer and the gate of shared experts."""
     model, moe = plain.model, plain.moe
-    matrices = plain.layers[is_moe] + ParamsPerRank(-plain.layer_norms() - plain.attention(), 0)
+    around = plain.around_mixer() + plain.around_mlp()
+    matrices = plain.layers[is_moe] + ParamsPerRank(-around - plain.attention(), 0)
     if is_moe:
         has_gate = moe.moe_shared_expert_intermediate_size and moe.moe_shared_expert_gate
         matrices += ParamsPerRank(-(plain.num_experts + (1 if has_gate else 0)) * model.hidden_size, 0)

@@ -195,6 +195,9 @@ PLAIN_TRANSFORMERS = {
     f"--transformer-impl transformer_engine {OFFLOAD} --apply-residual-connection-post-layernorm": 1,
     f"{FP8} tensorwise --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall "
     "--overlap-moe-expert-parallel-comm": 2,
+    "--enable-hyper-connections --num-residual-streams 2 --tensor-model-parallel-size 2 --sequence-parallel": 2,
+    "--enable-hyper-connections --freeze-backbone --qk-layernorm --moe-shared-expert-intermediate-size 8": 1,
+    "--freeze-backbone --expert-model-parallel-size 2 --use-distributed-optimizer": 2,
 }
 
 
