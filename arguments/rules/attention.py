@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from arguments.layer_pattern import mention_delta_rule
 from arguments.mechanisms.format_kinds.eight_bit import OUTPUT_LAYER
 from arguments.mechanisms.sharding_kinds.declaration import ShardingCapability
 from arguments.mechanisms.shardings import rejected_shardings
@@ -207,11 +208,12 @@ def check_flags_of_some_layers(s: Settings, _f: DerivedSizes) -> Iterator[Violat
 
 
 def check_gated_delta_net(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
-    if not relative_of(s).has_delta_rule:
+    mention = f"{{{VARIANT}}}" if relative_of(s).has_delta_rule else mention_delta_rule(s)
+    if not mention:
         return
     keys, values = "linear_num_key_heads", "linear_num_value_heads"
-    if s.linear_attention_freq is None:
-        yield s.violation(f"{_MENTION} needs {{linear_attention_freq:flag}}: which layers have linear attention.")
+    if s.linear_attention_freq is None and not s.hybrid_layer_pattern:
+        yield s.violation(f"{mention} needs {{linear_attention_freq:flag}}: which layers have linear attention.")
     for dest in (keys, values):
         if not positive(getattr(s, dest)):
             yield s.violation("{} must be at least 1.", dest)
@@ -228,10 +230,11 @@ def check_gated_delta_net(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
 
 
 def limit_delta_net_activation(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
+    mention = mention_delta_rule(s)
     yield Limit(
-        not s.swiglu and variant_of(s).has_delta_rule,
-        f"{_MENTION} needs {{swiglu:flag}}: its convolution uses the activation of the feed-forward layers, and only "
-        "SiLU is built.",
+        not s.swiglu and mention,
+        f"{mention or _MENTION} needs {{swiglu:flag}}: its convolution uses the activation of the feed-forward layers, "
+        "and only SiLU is built.",
     )
 
 

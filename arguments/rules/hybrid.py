@@ -4,22 +4,18 @@ from collections.abc import Iterator
 
 from arguments.layer_pattern import (
     ATTENTION,
-    DELTA_NET,
     LATENT,
     MAMBA,
     MOE,
-    SPARSE,
     STAGE,
     hybrid_letters,
     letter_flags,
 )
 from arguments.mechanisms.sublayers import (
     BY_LETTER,
-    GATED_DELTA_NET,
     LATENT_ATTENTION,
     LATENT_LETTERS,
     SOFTMAX_ATTENTION,
-    SPARSE_ATTENTION,
     VARIANT,
     VARIANT_LETTERS,
     list_letters,
@@ -183,12 +179,6 @@ def limit_hybrid_layers(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
     """List what layers of one sublayer are not built for."""
     pattern = s.hybrid_layer_pattern or ""
     letters = hybrid_letters(pattern) + mtp_letters(pattern)
-    yield Limit(
-        SPARSE in letters and (DELTA_NET in letters or LATENT in letters),
-        f"{{hybrid_layer_pattern:flag}} cannot have {SPARSE_ATTENTION.lettered} with {GATED_DELTA_NET.lettered} or "
-        f"{LATENT_ATTENTION.lettered}: all layers with attention have one --experimental-attention-variant.",
-        kind="later",
-    )
     yield Limit(
         pattern and s.multi_latent_attention and not _has_latents(letters),
         f"{{hybrid_layer_pattern:flag}} cannot be combined with {{multi_latent_attention:flag}}: {ATTENTION} is "

@@ -6,7 +6,7 @@ optimizer offload. Modules that no layer has are a note here, not an error.
 
 from collections.abc import Iterator
 
-from arguments.layer_pattern import MLP, MOE, hybrid_letters, mixing_sublayers
+from arguments.layer_pattern import MLP, MOE, hybrid_letters, mixing_sublayers, variants_of
 from arguments.mechanisms.format_kinds.declaration import FormatCapability
 from arguments.mechanisms.formats import FLAGS, of_width, quantized_format, selected
 from arguments.mechanisms.layer_modules import Part, named, names_of, unaccompanied, unknown_names
@@ -16,7 +16,7 @@ from arguments.mechanisms.optimizers import get_optimizer
 from arguments.mechanisms.placement_kinds.declaration import PlacementCapability
 from arguments.mechanisms.placements import rejected_placements
 from arguments.mechanisms.recomputed_modules import RECOMPUTED_MODULES, RecomputeCapability
-from arguments.mechanisms.sublayers import VARIANT, variant_of
+from arguments.mechanisms.sublayers import VARIANT
 from arguments.mechanisms.support import keys_rejecting, keys_with
 from arguments.mtp import mtp_letters
 from arguments.needs import name_of
@@ -155,7 +155,7 @@ def check_recompute_modules(s: Settings, _f: DerivedSizes) -> Iterator[Violation
         if module.needs_flag and not getattr(s, module.needs_flag):
             needed = name_of(s, module.needs_flag, [""])
             yield s.violation(f"{module.mention} needs {needed}.", module.needs_flag)
-        if module.of_sublayers and variant_of(s) not in module.of_sublayers:
+        if module.of_sublayers and variants_of(s).isdisjoint(module.of_sublayers):
             needed = name_of(s, VARIANT, [str(each.variant) for each in module.of_sublayers])
             yield s.violation(f"{module.mention} needs {needed}.", VARIANT)
         if s.moe_shared_expert_overlap and module.rejects(RecomputeCapability.SHARED_EXPERT_OVERLAP):

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 from arguments.demands import demands
-from arguments.layer_pattern import hybrid_letters
+from arguments.layer_pattern import hybrid_letters, variants_of
 from arguments.mechanisms.sublayer_kinds.declaration import PATTERN, SublayerCapability, SublayerDeclaration
-from arguments.mechanisms.sublayers import LATENT_ATTENTION, SUBLAYERS, variant_of
+from arguments.mechanisms.sublayers import LATENT_ATTENTION, SUBLAYERS
 from arguments.mtp import mtp_letters
 from arguments.rules.derived_sizes import DerivedSizes
 from arguments.settings import Limit, Settings
@@ -28,7 +28,7 @@ def limit_sublayers(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
 
 def _is_asked_for(s: Settings, sublayer: SublayerDeclaration) -> bool:
     if sublayer.variant is not None:
-        return variant_of(s) is sublayer
+        return sublayer in variants_of(s)
     if sublayer.switch == PATTERN:
         pattern = s.hybrid_layer_pattern or ""
         return sublayer.letter in hybrid_letters(pattern) + mtp_letters(pattern)

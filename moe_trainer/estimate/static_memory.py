@@ -13,6 +13,7 @@ from arguments.layer_pattern import (
     has_mlp,
     is_linear,
     layer_letter,
+    model_of_layer,
     moe_layer_pattern,
     mtp_layers,
 )
@@ -114,7 +115,7 @@ def trained_params(args: Arguments, chunks: Sequence[ChunkLayout], held: ParamsP
     ahead = mtp_layers(model, moe_layer_pattern(model.num_layers, args.moe.num_experts, args.moe.moe_layer_freq))
     depths = [number for depth in (ahead[:1] if model.mtp_use_repeated_layer else ahead) for number, _ in depth]
     numbers = [number for chunk in chunks for number in (*chunk.layers, *(depths if chunk.mtp else ()))]
-    return ParamsPerRank(indexer_params(model) * sum(has_attention(model, number) for number in numbers), 0)
+    return ParamsPerRank(sum(indexer_params(model_of_layer(model, number + 1)) for number in numbers), 0)
 
 
 def _backbone_params(args: Arguments, chunks: Sequence[ChunkLayout]) -> int:
@@ -188,7 +189,7 @@ def _quantized_matrices(plain: LayerParams, is_moe: bool, number: int) -> Params
         return matrices + ParamsPerRank(linear_attention_params(model, plain.tp, matrices=True), 0)
     if not has_attention(model, number):
         return matrices
-    return matrices + ParamsPerRank(plain.attention(number) - indexer_params(model), 0)
+    return matrices + ParamsPerRank(plain.attention(number) - indexer_params(model_of_layer(model, number + 1)), 0)
 
 
 def state_report(args: Arguments, world_size: int | None, padded_vocab_size: int | None = None) -> list[str]:

@@ -24,7 +24,7 @@ from moe_trainer.checkpoint.directory import flush_folder
 from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.folder_format import LEGACY
 from moe_trainer.checkpoint.format_writer import FormatWriter, SavedRun
-from moe_trainer.checkpoint.layer_spec import has_te_names, norms_of_layers, te_extra_states, te_modules
+from moe_trainer.checkpoint.layer_spec import has_te_names, norms_of_layers, te_extra_states, te_modules_of_layers
 from moe_trainer.checkpoint.megatron_legacy import names as legacy
 from moe_trainer.checkpoint.megatron_legacy.reader import STATES
 from moe_trainer.checkpoint.native_index import read_native_index
@@ -91,7 +91,7 @@ class LegacyWriter(FormatWriter):
         content = common_state.build(run.state, None)
         del content["content_metadata"]
         for number, chunk in enumerate(entries):
-            content["model" if len(entries) == 1 else f"model{number}"] = _model(chunk, te_modules(record))
+            content["model" if len(entries) == 1 else f"model{number}"] = _model(chunk, te_modules_of_layers(record))
         buffers = None
         if run.scalars is not None:
             content["moe_trainer"]["optimizer"] = common_state.to_builtin(dict(run.scalars))
@@ -215,7 +215,7 @@ def _unfused(params: Iterable[Parameter]) -> Iterator[tuple[ParamInfo, tuple[int
             yield replace(info, names=(name,), row_counts=()), named_shape
 
 
-def _model(chunk: list[RankTensor], parts: tuple[str, ...]) -> dict[str, Tensor | None]:
+def _model(chunk: list[RankTensor], of_layers: tuple[tuple[str, ...], ...]) -> dict[str, Tensor | None]:
     """Return the state dict of a model chunk, with the empty `_extra_state` entries that Megatron's loader requires."""
     values: dict[str, Tensor | None] = {}
     for position, entry in enumerate(chunk):
@@ -224,6 +224,7 @@ def _model(chunk: list[RankTensor], parts: tuple[str, ...]) -> dict[str, Tensor 
         after = chunk[position + 1].written if position + 1 < len(chunk) else ""
         if _EXTRA.search(f"{module}.weight") and not after.startswith(module + "."):
             values[f"{module}._extra_state"] = None
+        parts = of_layers[min(layer_number(entry.name) or 0, len(of_layers) - 1)]
         values |= dict.fromkeys(te_extra_states(entry.written, parts))
     return values
 
