@@ -165,7 +165,7 @@ def mention_delta_rule(flags: Any) -> str:
     """Return what asks for layers with the delta rule, as a template of Settings.violation; "" without such layers."""
     if variant_of(flags).has_delta_rule:
         return f"{{{VARIANT}}}"
-    return next((each.mention for each in variants_of(flags) if each.has_delta_rule), "")
+    return next((each.mention_of_letter for each in variants_of(flags) if each.has_delta_rule), "")
 
 
 def layer_letter(model: ModelArgs, number: int) -> str:

@@ -6,7 +6,14 @@ from arguments.layer_pattern import mention_delta_rule
 from arguments.mechanisms.format_kinds.eight_bit import OUTPUT_LAYER
 from arguments.mechanisms.sharding_kinds.declaration import ShardingCapability
 from arguments.mechanisms.shardings import rejected_shardings
-from arguments.mechanisms.sublayers import OLD_VARIANTS, VARIANT, always_rotates, relative_of, variant_of
+from arguments.mechanisms.sublayers import (
+    GATED_DELTA_NET,
+    OLD_VARIANTS,
+    VARIANT,
+    always_rotates,
+    relative_of,
+    variant_of,
+)
 from arguments.rules.derived_sizes import DerivedSizes, divides, positive
 from arguments.settings import Limit, Settings, Violation
 
@@ -208,7 +215,7 @@ def check_flags_of_some_layers(s: Settings, _f: DerivedSizes) -> Iterator[Violat
 
 
 def check_gated_delta_net(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
-    mention = f"{{{VARIANT}}}" if relative_of(s).has_delta_rule else mention_delta_rule(s)
+    mention = _MENTION if relative_of(s).has_delta_rule else mention_delta_rule(s)
     if not mention:
         return
     keys, values = "linear_num_key_heads", "linear_num_value_heads"
@@ -230,12 +237,12 @@ def check_gated_delta_net(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
 
 
 def limit_delta_net_activation(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
-    mention = mention_delta_rule(s)
-    yield Limit(
-        not s.swiglu and mention,
-        f"{mention or _MENTION} needs {{swiglu:flag}}: its convolution uses the activation of the feed-forward layers, "
-        "and only SiLU is built.",
-    )
+    for mention in (_MENTION, GATED_DELTA_NET.mention_of_letter):
+        yield Limit(
+            not s.swiglu and mention_delta_rule(s) == mention,
+            f"{mention} needs {{swiglu:flag}}: its convolution uses the activation of the feed-forward layers, and "
+            "only SiLU is built.",
+        )
 
 
 def check_short_convolution(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
