@@ -23,11 +23,9 @@ DUMPS = (
 
 
 STORED_LETTERS = tuple(
-    letter
-    for letter, each in BY_LETTER.items()
-    if each.supports(SublayerCapability.LEGACY_FORMAT) and not each.reads_latents
+    letter for letter, each in BY_LETTER.items() if each.supports(SublayerCapability.LEGACY_FORMAT)
 )
-"""Layers of hybrid models with places in the torch format, which has latent attention in transformer layers only."""
+"""Layers of hybrid models with places in the torch format."""
 UNKNOWN_TO_UPCYCLING = (
     ("quick_geglu", "knows the activations gelu, swiglu and squared relu"),
     ("glu_linear_offset", "knows the activations gelu, swiglu and squared relu"),

@@ -181,6 +181,19 @@ def test_legacy_checkpoints_have_the_same_tensors(tmp_path, optimizer):
     ]
 
 
+def test_legacy_checkpoints_have_latent_and_sparse_attention(tmp_path):
+    words = argv("D+|E-", "--global-batch-size", "4", *LATENTS.split(), *INDEXER.split())
+    ranks = "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --bf16 --use-distributed-optimizer"
+    run_ranks(_save_in_both_formats, 4, [*words, *ranks.split()], tmp_path)
+    folder = tmp_path / "torch" / "iter_0000001"
+    assert differences(tmp_path / "torch_dist" / "iter_0000001", folder) == []
+    names = list(open_file(folder / "mp_rank_01_000" / "model_optim_rng.pt")["model"])
+    states = [name for name in names if name.endswith("core_attention._extra_state")]
+    assert states == ["decoder.layers.1.self_attention.core_attention._extra_state"], "Transformer Engine's attention"
+    assert "decoder.layers.1.self_attention.linear_q_up_proj.layer_norm_weight" in names
+    assert "decoder.layers.0.self_attention.q_layernorm.weight" in names
+
+
 def make_both(pattern, flags):
     """The command lines of a transformer, and of the pattern that describes it."""
     sizes, layers = FLAGS_OF_ATTENTION.get(pattern, ("", ""))
