@@ -168,7 +168,7 @@ class KeyScheme:
             if block == "decoder" and self.stacked:
                 prefix, at, extents = f"{block}.layers.", (number,), (self.num_layers,)
             inside = _IN_DEPTH.match(rest) if block == "mtp" else None
-            rest = _fused(rest, _entry(self.norms, self._layer_at(name)), inside[0] if inside else "")
+            rest = _fused(rest, entry_of(self.norms, self.layer_at(name)), inside[0] if inside else "")
             if rest.startswith(_MTP_MODULE):
                 rest = f"{self.mtp_layer}.{rest.removeprefix(_MTP_MODULE)}"
         expert = _EXPERT.match(rest)
@@ -180,7 +180,7 @@ class KeyScheme:
     def _own_name(self, name: str) -> str:
         return name if self.translates_to is None else to_flavor(name, self.translates_to)
 
-    def _layer_at(self, name: str) -> int:
+    def layer_at(self, name: str) -> int:
         """Return the number of a name's layer among those of the decoder, and then of a depth; 0 without one."""
         layer = _LAYER.match(name)
         if layer is None or layer[1] == "decoder":
@@ -237,13 +237,13 @@ class KeyScheme:
                 if _LINEAR.search(name) and not name.startswith("output_layer.")
                 else []
             )
-            parts = _entry(self.engine, self._layer_at(self._own_name(name)))
+            parts = entry_of(self.engine, self.layer_at(self._own_name(name)))
             bases += layer_spec.te_extra_states(key, parts)
             keys += [object_key(base, at or (0,), extents or (1,)) for base in bases]
         return keys
 
 
-def _entry(of_layers: Sequence[_Of], number: int) -> _Of:
+def entry_of(of_layers: Sequence[_Of], number: int) -> _Of:
     """Return the entry of a layer; the last one is of all further layers."""
     return of_layers[min(number, len(of_layers) - 1)]
 

@@ -1,5 +1,7 @@
 """Hybrid models on ranks: training equals one process, and a stopped run resumes bit for bit, in another layout too."""
 
+import re
+
 import pytest
 import torch
 from harness import run_ranks
@@ -181,12 +183,21 @@ def test_legacy_checkpoints_have_the_same_tensors(tmp_path, optimizer):
     ]
 
 
-def test_legacy_checkpoints_have_latent_and_sparse_attention(tmp_path):
-    words = argv("D+|E-", "--global-batch-size", "4", *LATENTS.split(), *INDEXER.split())
+def test_legacy_checkpoints_have_latent_and_sparse_attention_and_depths(tmp_path):
+    words = argv("D+|E-/+E/+E", "--global-batch-size", "4", *LATENTS.split(), *INDEXER.split())
     ranks = "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --bf16 --use-distributed-optimizer"
     run_ranks(_save_in_both_formats, 4, [*words, *ranks.split()], tmp_path)
     folder = tmp_path / "torch" / "iter_0000001"
     assert differences(tmp_path / "torch_dist" / "iter_0000001", folder) == []
+    inside = [
+        name.removeprefix("mtp.layers.1.")
+        for name in open_file(folder / "mp_rank_01_001" / "model_optim_rng.pt")["model"]
+        if name.startswith("mtp.layers.1.") and "_extra_state" not in name
+    ]
+    modules = dict.fromkeys(re.match(r"mtp_model_layer\.layers\.\d+|\w+", name)[0] for name in inside)
+    layers = [f"mtp_model_layer.layers.{number}" for number in range(2)]
+    assert [*modules] == ["enorm", "hnorm", "eh_proj", *layers, "final_layernorm"]
+    assert f"{layers[0]}.self_attention.linear_q_up_proj.layer_norm_weight" in inside
     names = list(open_file(folder / "mp_rank_01_000" / "model_optim_rng.pt")["model"])
     states = [name for name in names if name.endswith("core_attention._extra_state")]
     assert states == ["decoder.layers.1.self_attention.core_attention._extra_state"], "Transformer Engine's attention"
