@@ -157,8 +157,9 @@ def variants_of(flags: Any) -> frozenset[SublayerDeclaration]:
     Args:
         flags: has the fields of ModelArgs.
     """
-    lettered = mixing_sublayers(flags) if flags.hybrid_layer_pattern else frozenset()
-    return frozenset({variant_of(flags), *(each for each in lettered if each.variant)})
+    variant, lettered = variant_of(flags), mixing_sublayers(flags) if flags.hybrid_layer_pattern else frozenset()
+    others = [each for each in lettered if each.variant] if variant in lettered else []
+    return frozenset({variant, *others})
 
 
 def mention_delta_rule(flags: Any) -> str:

@@ -219,7 +219,7 @@ def check_gated_delta_net(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     if not mention:
         return
     keys, values = "linear_num_key_heads", "linear_num_value_heads"
-    if s.linear_attention_freq is None and not s.hybrid_layer_pattern:
+    if s.linear_attention_freq is None and mention == _MENTION:
         yield s.violation(f"{mention} needs {{linear_attention_freq:flag}}: which layers have linear attention.")
     for dest in (keys, values):
         if not positive(getattr(s, dest)):
