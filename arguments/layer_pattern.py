@@ -95,10 +95,8 @@ def recorded_linear_layers(record: Mapping[str, Any], num_layers: int) -> tuple[
 
 def mixing_sublayer(model: ModelArgs, number: int) -> SublayerDeclaration | None:
     """Return the sublayer that mixes positions in a layer (from 0); None if there is none."""
-    if layer_letter(model, number) in (MLP, MOE):
-        return None
-    if layer_letter(model, number) == MAMBA:
-        return sublayers.MAMBA
+    if letter := layer_letter(model, number):
+        return None if letter in (MLP, MOE) else BY_LETTER.get(letter)
     return variant_of(model) if is_linear(model, number) else attention_of(model)
 
 
@@ -130,7 +128,7 @@ def letter_flags(pattern: str, position_embedding_type: object) -> dict[str, obj
         if position_embedding_type == "none":
             flags["position_embedding_type"] = "rope"
     variants = sorted((each for each in selected if each.variant), key=lambda each: each.in_some_layers)
-    for each in variants[:1]:  # of several, which are rejected, one that all layers have
+    for each in variants[:1]:  # of several, one that all transformer layers would have: see `model_of_layer`
         flags[VARIANT] = each.variant
         if each.in_some_layers:
             flags["linear_attention_freq"] = [int(letter == each.letter) for letter in hybrid_letters(pattern)]
@@ -156,6 +154,24 @@ def mixing_sublayers(flags: Any) -> frozenset[SublayerDeclaration]:
     if not variant.in_some_layers:
         return frozenset({attention_of(flags)})
     return frozenset({variant} if isinstance(freq, list) and all(freq) else {variant, attention_of(flags)})
+
+
+def variants_of(flags: Any) -> frozenset[SublayerDeclaration]:
+    """Return `variant_of`, and the sublayers that letters of a hybrid pattern select as its other values would.
+
+    Args:
+        flags: has the fields of ModelArgs.
+    """
+    variant, lettered = variant_of(flags), mixing_sublayers(flags) if flags.hybrid_layer_pattern else frozenset()
+    others = [each for each in lettered if each.variant] if variant in lettered else []
+    return frozenset({variant, *others})
+
+
+def mention_delta_rule(flags: Any) -> str:
+    """Return what asks for layers with the delta rule, as a template of Settings.violation; "" without such layers."""
+    if variant_of(flags).has_delta_rule:
+        return f"{{{VARIANT}}}"
+    return next((each.mention_of_letter for each in variants_of(flags) if each.has_delta_rule), "")
 
 
 def layer_letter(model: ModelArgs, number: int) -> str:
@@ -203,7 +219,12 @@ def left_window(model: ModelArgs, layer_number: int) -> int | None:
 
 
 def model_of_layer(model: ModelArgs, layer_number: int) -> ModelArgs:
-    """Return the model with the attention of a layer (counted from 1); those with a window may have other flags."""
+    """Return the model with the attention of a layer (counted from 1).
+
+    Those with a window may have other flags, and those of a hybrid pattern with D another variant.
+    """
+    if variant_of(model).selects_keys and (letter := layer_letter(model, layer_number - 1)) not in ("", SPARSE):
+        model = replace(model, experimental_attention_variant=BY_LETTER[letter].variant)
     groups, softmax = model.window_num_query_groups, model.window_softmax_type
     if (groups is None and softmax is None) or not uses_window(model, layer_number):
         return model

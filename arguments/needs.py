@@ -10,7 +10,8 @@ from types import MappingProxyType
 
 from arguments.container import OPTIONS
 from arguments.flag_status import NOT_IMPLEMENTED
-from arguments.layer_pattern import letters_that_select
+from arguments.layer_pattern import letters_that_select, variants_of
+from arguments.mechanisms.sublayer_kinds.declaration import VARIANT
 from arguments.settings import Settings
 
 CUDA, RANKS, DATA_RANKS, ATTENTION = "cuda", "ranks", "data_ranks", "attention"
@@ -77,6 +78,8 @@ def _holds(s: Settings, alternative: str, facts: Mapping[str, bool | None], unre
     if dest in unread:
         return True
     value = s.values[dest]
+    if dest == VARIANT and s.hybrid_layer_pattern:  # letters may stand for several values
+        value = [each.variant for each in variants_of(s)]
     if wanted:
         holds = value == wanted or isinstance(value, list) and wanted in value
     else:

@@ -2,10 +2,18 @@
 
 from collections.abc import Iterator
 
+from arguments.layer_pattern import mention_delta_rule
 from arguments.mechanisms.format_kinds.eight_bit import OUTPUT_LAYER
 from arguments.mechanisms.sharding_kinds.declaration import ShardingCapability
 from arguments.mechanisms.shardings import SHARDINGS
-from arguments.mechanisms.sublayers import OLD_VARIANTS, VARIANT, always_rotates, relative_of, variant_of
+from arguments.mechanisms.sublayers import (
+    GATED_DELTA_NET,
+    OLD_VARIANTS,
+    VARIANT,
+    always_rotates,
+    relative_of,
+    variant_of,
+)
 from arguments.mechanisms.support import rejected_flags
 from arguments.rules.derived_sizes import DerivedSizes, divides, positive
 from arguments.settings import Limit, Settings, Violation
@@ -208,11 +216,12 @@ def check_flags_of_some_layers(s: Settings, _f: DerivedSizes) -> Iterator[Violat
 
 
 def check_gated_delta_net(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
-    if not relative_of(s).has_delta_rule:
+    mention = _MENTION if relative_of(s).has_delta_rule else mention_delta_rule(s)
+    if not mention:
         return
     keys, values = "linear_num_key_heads", "linear_num_value_heads"
-    if s.linear_attention_freq is None:
-        yield s.violation(f"{_MENTION} needs {{linear_attention_freq:flag}}: which layers have linear attention.")
+    if s.linear_attention_freq is None and mention == _MENTION:
+        yield s.violation(f"{mention} needs {{linear_attention_freq:flag}}: which layers have linear attention.")
     for dest in (keys, values):
         if not positive(getattr(s, dest)):
             yield s.violation("{} must be at least 1.", dest)
@@ -229,11 +238,12 @@ def check_gated_delta_net(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
 
 
 def limit_delta_net_activation(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
-    yield Limit(
-        not s.swiglu and variant_of(s).has_delta_rule,
-        f"{_MENTION} needs {{swiglu:flag}}: its convolution uses the activation of the feed-forward layers, and only "
-        "SiLU is built.",
-    )
+    for mention in (_MENTION, GATED_DELTA_NET.mention_of_letter):
+        yield Limit(
+            not s.swiglu and mention_delta_rule(s) == mention,
+            f"{mention} needs {{swiglu:flag}}: its convolution uses the activation of the feed-forward layers, and "
+            "only SiLU is built.",
+        )
 
 
 def check_short_convolution(s: Settings, f: DerivedSizes) -> Iterator[Violation]:

@@ -22,12 +22,8 @@ DUMPS = (
 )
 
 
-STORED_LETTERS = tuple(
-    letter
-    for letter, each in BY_LETTER.items()
-    if each.supports(SublayerCapability.LEGACY_FORMAT) and not each.reads_latents
-)
-"""Layers of hybrid models with places in the torch format, which has latent attention in transformer layers only."""
+STORED_LETTERS = tuple(letter for letter, each in BY_LETTER.items() if each.supports(SublayerCapability.LEGACY_FORMAT))
+"""Layers of hybrid models with places in the torch format."""
 UNKNOWN_TO_UPCYCLING = (
     ("quick_geglu", "knows the activations gelu, swiglu and squared relu"),
     ("glu_linear_offset", "knows the activations gelu, swiglu and squared relu"),
@@ -123,12 +119,6 @@ def limit_legacy_format(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
                 (dest, layers, dest),
             )
         letters = set(s.hybrid_layer_pattern or "")
-        yield Limit(
-            is_legacy and DEPTH in letters,
-            "{:flag} torch has no known places for the depths of multi-token prediction (after /) of "
-            "{hybrid_layer_pattern:flag}; use {:flag} torch_dist.",
-            (dest, dest),
-        )
         yield Limit(
             is_legacy and not letters <= {*STORED_LETTERS, STAGE, DEPTH},
             "{:flag} torch has no known places for other layers of {hybrid_layer_pattern:flag} than "

@@ -4,11 +4,9 @@ from collections.abc import Iterator
 
 from arguments.layer_pattern import (
     ATTENTION,
-    DELTA_NET,
     LATENT,
     MAMBA,
     MOE,
-    SPARSE,
     STAGE,
     all_letters,
     hybrid_letters,
@@ -16,11 +14,9 @@ from arguments.layer_pattern import (
 )
 from arguments.mechanisms.sublayers import (
     BY_LETTER,
-    GATED_DELTA_NET,
     LATENT_ATTENTION,
     LATENT_LETTERS,
     SOFTMAX_ATTENTION,
-    SPARSE_ATTENTION,
     VARIANT,
     VARIANT_LETTERS,
     list_letters,
@@ -184,12 +180,6 @@ def limit_hybrid_layers(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
     """List what layers of one sublayer are not built for."""
     pattern = s.hybrid_layer_pattern or ""
     letters = all_letters(pattern)
-    yield Limit(
-        SPARSE in letters and (DELTA_NET in letters or LATENT in letters),
-        f"{{hybrid_layer_pattern:flag}} cannot have {SPARSE_ATTENTION.lettered} with {GATED_DELTA_NET.lettered} or "
-        f"{LATENT_ATTENTION.lettered}: all layers with attention have one --experimental-attention-variant.",
-        kind="later",
-    )
     yield Limit(
         pattern and s.multi_latent_attention and not _has_latents(letters),
         f"{{hybrid_layer_pattern:flag}} cannot be combined with {{multi_latent_attention:flag}}: {ATTENTION} is "

@@ -13,7 +13,6 @@ _EXCLUDED = (
     ("post_self_attn_layernorm", "their weights scale the outputs"),
     ("post_mlp_layernorm", "their weights scale the outputs"),
     ("residual_multiplier", "their weights are learned"),
-    ("hybrid_layer_pattern", "its layers have one sublayer each"),
     ("lora_dim", "memory is not planned for their combination"),
 )
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from arguments.layer_pattern import variants_of
 from arguments.mechanisms.dispatchers import DispatcherCapability, get_dispatcher
 from arguments.mechanisms.formats import FLAGS, quantized_format
 from arguments.mechanisms.selection_kinds.declaration import SelectionCapability
@@ -44,7 +45,7 @@ def _unused_reason(name: str, s: Settings, f: DerivedSizes) -> str | None:
     if name == "permute" and (reason := _unused_permutation_reason(s, f)):
         return reason
     of_sublayers = {each.kernel: each for each in SUBLAYERS if each.kernel}
-    if name in of_sublayers and relative_of(s).kernel != name:
+    if name in of_sublayers and name not in {each.kernel for each in (relative_of(s), *variants_of(s))}:
         return f"without {s.flag(VARIANT)} {of_sublayers[name].variant}"
     if name == "paged-stash" and not s.moe_paged_stash:
         return "without --moe-paged-stash"

@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator
 
+from arguments.layer_pattern import variants_of
 from arguments.lora import ALL_LINEAR, LINEARS, is_lora_target
 from arguments.mechanisms.placement_kinds.declaration import PlacementCapability
 from arguments.mechanisms.placements import PLACEMENTS
 from arguments.mechanisms.recomputed_modules import RECOMPUTED_MODULES, RecomputeCapability
 from arguments.mechanisms.sublayer_kinds.declaration import SublayerCapability
-from arguments.mechanisms.sublayers import SUBLAYERS, VARIANT, variant_of
+from arguments.mechanisms.sublayers import SUBLAYERS, VARIANT
 from arguments.mechanisms.support import rejected_flags, rejecting
 from arguments.rules import frozen_weights
 from arguments.rules.derived_sizes import DerivedSizes, as_list
@@ -64,7 +65,7 @@ def limit_lora(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     )
     for each, rejected in rejecting(SUBLAYERS, SublayerCapability.ADAPTER_DROPOUT):
         yield Limit(
-            has_dropout and variant_of(s) is each,
+            has_dropout and each in variants_of(s),
             f"{{lora_dropout:flag}} cannot be combined with {each.mention}: {rejected.reason}.",
             (VARIANT,),
         )

@@ -24,7 +24,6 @@ NOT_WITH_FROZEN_BACKBONE = (
     *frozen_weights.EXCLUDED,
     ("use_transformer_engine_op_fuser", "its fused experts are not tested next to frozen weights"),
     ("mtp_num_layers", "its projections are neither backbone nor experts"),
-    ("hybrid_layer_pattern", "its layers are not sorted into backbone and rest"),
 )
 
 

@@ -7,10 +7,10 @@ import math
 from collections.abc import Iterator
 from types import MappingProxyType
 
+from arguments.layer_pattern import mention_delta_rule
 from arguments.mechanisms.formats import FLAGS, TOKEN_MULTIPLE, list_widths, quantized_format
 from arguments.mechanisms.selection_kinds.declaration import BALANCING, SelectionCapability
 from arguments.mechanisms.selections import SELECTIONS
-from arguments.mechanisms.sublayers import VARIANT, variant_of
 from arguments.mock_lengths import read_mock_lengths
 from arguments.parallel import packed_alignment, sequence_padding_multiple
 from arguments.rules.derived_sizes import DerivedSizes, divides, positive
@@ -151,13 +151,12 @@ def check_max_sequences(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
 
 def check_linear_attention_padding(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if (
-        variant_of(s).has_delta_rule
+        (mention := mention_delta_rule(s))
         and s.pad_packed_seq_alignment is not None
         and s.thd_tail_padding_policy == "extend_last"
     ):
         yield s.violation(
-            f"{{{VARIANT}}} with {{pad_packed_seq_alignment:flag}} needs "
-            "{thd_tail_padding_policy:flag} append_dummy_seq."
+            f"{mention} with {{pad_packed_seq_alignment:flag}} needs {{thd_tail_padding_policy:flag}} append_dummy_seq."
         )
 
 

@@ -6,7 +6,7 @@ optimizer offload. Modules that no layer has are a note here, not an error.
 
 from collections.abc import Iterator
 
-from arguments.layer_pattern import MLP, MOE, all_letters, mixing_sublayers
+from arguments.layer_pattern import MLP, MOE, all_letters, mixing_sublayers, variants_of
 from arguments.mechanisms.format_kinds.declaration import FormatCapability
 from arguments.mechanisms.formats import FLAGS, of_width, quantized_format, selected
 from arguments.mechanisms.implementation_kinds.declaration import ImplementationCapability
@@ -20,7 +20,7 @@ from arguments.mechanisms.placements import PLACEMENTS
 from arguments.mechanisms.recomputed_modules import RECOMPUTED_MODULES, RecomputeCapability
 from arguments.mechanisms.schedule_kinds.declaration import ScheduleCapability
 from arguments.mechanisms.schedules import SCHEDULES, asked_schedule
-from arguments.mechanisms.sublayers import VARIANT, variant_of
+from arguments.mechanisms.sublayers import VARIANT
 from arguments.mechanisms.support import keys_rejecting, keys_with, rejected_flags, rejecting
 from arguments.needs import name_of
 from arguments.rules.derived_sizes import DerivedSizes, as_list, positive
@@ -158,7 +158,7 @@ def check_recompute_modules(s: Settings, _f: DerivedSizes) -> Iterator[Violation
         if module.needs_flag and not getattr(s, module.needs_flag):
             needed = name_of(s, module.needs_flag, [""])
             yield s.violation(f"{module.mention} needs {needed}.", module.needs_flag)
-        if module.of_sublayers and variant_of(s) not in module.of_sublayers:
+        if module.of_sublayers and variants_of(s).isdisjoint(module.of_sublayers):
             needed = name_of(s, VARIANT, [str(each.variant) for each in module.of_sublayers])
             yield s.violation(f"{module.mention} needs {needed}.", VARIANT)
         if s.moe_shared_expert_overlap and module.rejects(RecomputeCapability.SHARED_EXPERT_OVERLAP):

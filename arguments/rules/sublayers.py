@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 from arguments.demands import demands
-from arguments.layer_pattern import all_letters
+from arguments.layer_pattern import all_letters, variants_of
 from arguments.mechanisms.sublayer_kinds.declaration import PATTERN, SublayerCapability, SublayerDeclaration
-from arguments.mechanisms.sublayers import LATENT_ATTENTION, SUBLAYERS, variant_of
+from arguments.mechanisms.sublayers import LATENT_ATTENTION, SUBLAYERS
 from arguments.rules.derived_sizes import DerivedSizes
 from arguments.settings import Limit, Settings
 
@@ -27,7 +27,7 @@ def limit_sublayers(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
 
 def _is_asked_for(s: Settings, sublayer: SublayerDeclaration) -> bool:
     if sublayer.variant is not None:
-        return variant_of(s) is sublayer
+        return sublayer in variants_of(s)
     if sublayer.switch == PATTERN:
         return sublayer.letter in all_letters(s.hybrid_layer_pattern or "")
     return bool(s.values[sublayer.switch])

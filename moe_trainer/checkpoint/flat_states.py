@@ -36,10 +36,9 @@ from arguments.parallel import ParallelArgs
 from arguments.stage_layout import ChunkLayout, chunk_layouts
 from moe_trainer.checkpoint import common_state, rank_memory
 from moe_trainer.checkpoint.errors import CheckpointError, DamagedError
-from moe_trainer.checkpoint.layer_spec import norms_of_layers
 from moe_trainer.checkpoint.logical import LogicalTensor, logical_tensors
 from moe_trainer.checkpoint.reading import decode, read_object
-from moe_trainer.checkpoint.sharding import KeyScheme
+from moe_trainer.checkpoint.sharding import KeyScheme, entry_of
 from moe_trainer.checkpoint.unpickle import to_builtin
 from moe_trainer.checkpoint.virtual_index import VirtualMetadata, add_chunk, incomplete_tensors, tensor_entry
 
@@ -252,7 +251,7 @@ class _BufferLayout:
 
     def __init__(self, index: Metadata, record: Mapping[str, Any]):
         self._record, self._sizes = record, rank_memory.LayoutSizes.from_record(record)
-        scheme = KeyScheme.from_record(record)
+        scheme = self._scheme = KeyScheme.from_record(record)
         self._num_layers = scheme.num_layers
         model: Any = SimpleNamespace(num_layers=self._num_layers, num_mtp_depths=num_mtp_depths(record))
         flags = {name: record[name] for name in STAGES if record.get(name) is not None}
@@ -269,7 +268,6 @@ class _BufferLayout:
             and tensor.name.endswith(("weight", "bias", "softmax_offset"))
             and "expert_bias" not in tensor.name
         }
-        self._norms = norms_of_layers(record)
 
     def entries_in_buffer(self, chain: int, group: int, number: int) -> list[BufferEntry]:
         """Return the entries of a buffer: `chain` 1 for experts, model-parallel rank `group`, model chunk `number`."""
@@ -285,11 +283,10 @@ class _BufferLayout:
         first_layer = min(layout.layers, default=0)
         rows = []
         for name, tensor, counts in self._held(layout, expert, ep):
-            layer = rank_memory.layer_number(name)
             written = rank_memory.to_spec_name(
                 rank_memory.local_name(name, first_layer, ep * sizes.local_experts if expert else 0),
                 self._record,
-                self._norms[-1 if layer is None else layer],
+                entry_of(self._scheme.norms, self._scheme.layer_at(name)),
             )
             parts = _rank_chunks(tensor, tp, sizes.etp if rank_memory.EXPERT in name else sizes.tp)
             taken = counts and (tp == 0 or parts[0][1] != tensor.shape)

@@ -2,8 +2,8 @@
 
 | GPT | hybrid |
 |---|---|
-| decoder.layers.i. of attention and its norms | decoder.layers.2i. |
-| decoder.layers.i. of the MLP or the experts and their norms | decoder.layers.2i+1. |
+| decoder.layers.i. of attention, its norms and its hyper-connection | decoder.layers.2i. |
+| decoder.layers.i. of the MLP or the experts, likewise | decoder.layers.2i+1. |
 | mtp.layers.d.mtp_model_layer. of the same two | mtp.layers.d.mtp_model_layer.layers.0. and .1. |
 | decoder.final_layernorm. | decoder.final_norm. |
 
@@ -22,7 +22,7 @@ from arguments.mtp import mtp_letters, num_mtp_depths
 _SCALING = f"(?:{re.escape(SCALING_PREFIX)})?"
 _LAYER = re.compile(rf"^({_SCALING}decoder\.layers\.)(\d+)\.(.+)$")
 _IN_DEPTH = re.compile(rf"^({_SCALING}mtp\.layers\.\d+\.mtp_model_layer\.)(?:layers\.\d+\.)?(.+)$")
-_FEED_FORWARD = ("pre_mlp_layernorm.", "mlp.", "post_mlp_layernorm.")
+_FEED_FORWARD = ("mlp_hyper_connection.", "pre_mlp_layernorm.", "mlp.", "post_mlp_layernorm.")
 _FINAL_NORMS = ("decoder.final_layernorm.", "decoder.final_norm.")  # by whether the model is hybrid
 
 

@@ -25,7 +25,7 @@ from arguments import layer_pattern
 from arguments.layer_pattern import all_letters, recorded_linear_layers, recorded_moe_layers
 from arguments.mechanisms.implementation_kinds.declaration import IMPLEMENTATION
 from arguments.mechanisms.implementations import find_implementation
-from arguments.mechanisms.sublayers import VARIANT, variant_of
+from arguments.mechanisms.sublayers import BY_LETTER, VARIANT, variant_of
 
 NormPrefixes = tuple[str, str]
 """Prefix of a norm's names inside a layer, and the one if a linear has it fused."""
@@ -58,7 +58,7 @@ def fused_norms(record: Mapping[str, Any], is_moe: bool, linear: bool = False) -
     if linear:
         attention: tuple[NormPrefixes, ...] = (IN_PROJ,)
     elif latent:
-        attention = () if _has_megatron_attention(record) else LATENT
+        attention = () if variant_of(record).is_megatron_attention else LATENT
     else:
         attention = (INPUT,)
     return attention if is_moe else (*attention, MLP)
@@ -71,12 +71,11 @@ def norms_of_layers(record: Mapping[str, Any]) -> tuple[tuple[NormPrefixes, ...]
         ValueError: if a list of layers does not have one entry per layer.
     """
     if record.get("hybrid_layer_pattern"):
-        latent = () if _has_megatron_attention(record) else LATENT
-        by_letter = {
+        by_letter: dict[str, tuple[NormPrefixes, ...]] = {
             layer_pattern.MAMBA: (MIXER,),
             layer_pattern.DELTA_NET: (IN_PROJ,),
             layer_pattern.ATTENTION: (INPUT,),
-            layer_pattern.LATENT: latent,
+            layer_pattern.LATENT: LATENT,
             layer_pattern.MLP: (MLP,),
         }
         return tuple(by_letter.get(letter, ()) for letter in all_letters(record["hybrid_layer_pattern"]))
@@ -86,24 +85,25 @@ def norms_of_layers(record: Mapping[str, Any]) -> tuple[tuple[NormPrefixes, ...]
     return tuple(fused_norms(record, *each) for each in (*kinds, *kinds[-1:]))
 
 
-def te_modules(record: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return which modules of the layers have an `_extra_state` besides linears.
+def te_modules_of_layers(record: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:
+    """Return which modules of every layer, as `norms_of_layers` has them, have an `_extra_state` besides linears.
 
-    They are those of Transformer Engine; sparse and compressed attention are Megatron-Core's.
+    They are those of Transformer Engine; sparse and compressed attention are Megatron-Core's. One entry is of all
+    layers.
     """
     if not has_te_names(record):
-        return ()
-    return ("norm",) if _has_megatron_attention(record) else ("norm", "attention")
-
-
-def _has_megatron_attention(record: Mapping[str, Any]) -> bool:
-    """Return whether attention is Megatron-Core's; its hybrid models record no variant."""
-    has_indexers = layer_pattern.SPARSE in (record.get("hybrid_layer_pattern") or "")
-    return variant_of(record).is_megatron_attention or has_indexers
+        return ((),)
+    pattern = record.get("hybrid_layer_pattern") or ""
+    attention = (
+        [BY_LETTER.get(letter) for letter in all_letters(pattern)]
+        if pattern  # Megatron-LM's hybrid models record no variant
+        else [variant_of(record)]
+    )
+    return tuple(("norm",) if each and each.is_megatron_attention else ("norm", "attention") for each in attention)
 
 
 def te_extra_states(stored: str, parts: tuple[str, ...]) -> Iterator[str]:
-    """Yield the `_extra_state` that belongs to a stored weight, by `te_modules`.
+    """Yield the `_extra_state` that belongs to a stored weight; `parts` are of its layer in `te_modules_of_layers`.
 
     That of a norm follows its weight, that of attention the weight of the following linear. The gated norm of a Mamba
     mixer is not Transformer Engine's.

@@ -18,7 +18,8 @@ from moe_trainer.checkpoint.layer_spec import FUSED, NormPrefixes, has_te_names
 EXPERT = ".experts.local_experts."
 LOCAL_EXPERT = re.compile(r"\.experts\.local_experts\.(\d+)\.")
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
-_ANY_LAYER = re.compile(r"^(decoder|mtp)\.layers\.\d+\.(mtp_model_layer\.)?")
+_ANY_LAYER = re.compile(r"^(decoder|mtp)\.layers\.\d+\.(mtp_model_layer\.(layers\.\d+\.)?)?")
+_IN_DEPTH = re.compile(r"mtp_model_layer\.(?:layers\.(\d+)\.)?")
 _GROUPED = re.compile(r"\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$")
 _SINGLE = re.compile(r"\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)$")
 # the convolution of a Mamba mixer: the name in other checkpoints, and that of its parameters in the mixer
@@ -139,14 +140,18 @@ def module_order_key(name: str, written: str) -> tuple:
     block = next((number for number, start in enumerate(_ORDER) if name.startswith(start)), None)
     if block is None:
         raise unknown
-    rest, layer = name[len(_ORDER[block]) :], -1
+    rest, layer, inner = name[len(_ORDER[block]) :], -1, (0, 0)
     if ".layers." in _ORDER[block]:
         text, _, rest = rest.partition(".")
         layer = int(text)
-        rest = rest.removeprefix("mtp_model_layer.")
+        in_depth = _IN_DEPTH.match(rest)
+        if in_depth is not None:  # after what joins its input, before its norm
+            rest, inner = rest[in_depth.end() :], (1, int(in_depth[1] or 0))
+        elif rest.startswith("final_layernorm."):
+            inner = (2, 0)
     if ".layer_norm_" in written:  # fused into the linear layer that follows, before its weight
         rest, _, _ = written.rpartition("layer_norm_")
-        rest = rest.partition(".layers.")[2].partition(".")[2].removeprefix("mtp_model_layer.")
+        rest = _IN_DEPTH.sub("", rest.partition(".layers.")[2].partition(".")[2], count=1)
     inside = next((number for number, start in enumerate(_IN_LAYER) if rest.startswith(start)), None)
     if layer >= 0 and inside is None:
         raise unknown
@@ -155,7 +160,7 @@ def module_order_key(name: str, written: str) -> tuple:
     # all of fc1 first, or expert by expert
     among = (module, "", number) if _GROUPED.search(written) else ("", f"{number:09d}", module)
     fused = 0 if ".layer_norm_" in written else 1
-    return block, layer, -1 if inside is None or layer < 0 else inside, among, fused, name.endswith("bias"), name
+    return block, layer, inner, -1 if inside is None or layer < 0 else inside, among, fused, name.endswith("bias"), name
 
 
 def shared_embedding_names(record: Mapping[str, Any], pipeline_size: int) -> frozenset[str]:

@@ -22,9 +22,9 @@ distributed optimizer holds flat ranges of parameters; `split_flat_range` splits
 import functools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -41,6 +41,7 @@ _IN_DEPTH = re.compile(r"^mtp_model_layer\.(?:layers\.(\d+)\.)?")
 _EXPERT = re.compile(r"^(.*\bexperts\.)local_experts\.(\d+)\.(.+)$")
 # modules whose Megatron counterparts write an (empty) `_extra_state` object for their weight, under either spec
 _LINEAR = re.compile(r"(^|\.)(linear_\w+|eh_proj|in_proj|out_proj|fc[12]_latent_proj)\.weight$")
+_Of = TypeVar("_Of")
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class KeyScheme:
     Attributes:
         stacked: all decoder layers are alike and share one tensor with a leading layer axis.
         norms: fused norms of every decoder layer, and then of the layers of an MTP depth.
-        engine: modules other than linears that have an `_extra_state` (layer_spec.te_modules).
+        engine: modules of layers other than linears that have an `_extra_state` (layer_spec.te_modules_of_layers).
         mtp_layer: name of the layer inside an MTP depth.
         translates_to: the names are those of the other flavor (flavors.py); whether the keys are of a hybrid model.
     """
@@ -100,7 +101,7 @@ class KeyScheme:
     num_experts: int
     stacked: bool
     norms: tuple[tuple[layer_spec.NormPrefixes, ...], ...]
-    engine: tuple[str, ...] = ()
+    engine: tuple[tuple[str, ...], ...] = ((),)
     mtp_layer: str = MTP_LAYERS[0]
     translates_to: bool | None = None
 
@@ -127,7 +128,7 @@ class KeyScheme:
             stacked=alike,
             norms=layer_spec.norms_of_layers(record),
             mtp_layer=MTP_LAYERS[is_hybrid(record)],
-            engine=layer_spec.te_modules(record),
+            engine=layer_spec.te_modules_of_layers(record),
             translates_to=is_hybrid(record)
             if named_by is not None and is_hybrid(named_by) != is_hybrid(record)
             else None,
@@ -158,8 +159,7 @@ class KeyScheme:
         """Return (key, coordinates, extents) of a global name; the coordinates are those of the added leading axes."""
         at: tuple[int, ...] = ()
         extents: tuple[int, ...] = ()
-        if self.translates_to is not None:
-            name = to_flavor(name, self.translates_to)
+        name = self._own_name(name)
         layer = _LAYER.match(name)
         prefix, rest = "", name
         if layer:
@@ -168,8 +168,7 @@ class KeyScheme:
             if block == "decoder" and self.stacked:
                 prefix, at, extents = f"{block}.layers.", (number,), (self.num_layers,)
             inside = _IN_DEPTH.match(rest) if block == "mtp" else None
-            at_norm = number if block == "decoder" else self.num_layers + int((inside and inside[1]) or 0)
-            rest = _fused(rest, self.norms[min(at_norm, len(self.norms) - 1)], inside[0] if inside else "")
+            rest = _fused(rest, entry_of(self.norms, self.layer_at(name)), inside[0] if inside else "")
             if rest.startswith(_MTP_MODULE):
                 rest = f"{self.mtp_layer}.{rest.removeprefix(_MTP_MODULE)}"
         expert = _EXPERT.match(rest)
@@ -177,6 +176,17 @@ class KeyScheme:
             rest = f"{expert[1]}experts.{expert[3]}"
             at, extents = (*at, int(expert[2])), (*extents, self.num_experts)
         return prefix + rest, at, extents
+
+    def _own_name(self, name: str) -> str:
+        return name if self.translates_to is None else to_flavor(name, self.translates_to)
+
+    def layer_at(self, name: str) -> int:
+        """Return the number of a name's layer among those of the decoder, and then of a depth; 0 without one."""
+        layer = _LAYER.match(name)
+        if layer is None or layer[1] == "decoder":
+            return int(layer[2]) if layer else 0
+        inside = _IN_DEPTH.match(layer[3])
+        return self.num_layers + int((inside and inside[1]) or 0)
 
     def placements(self, info: ParamInfo, shape: tuple[int, ...]) -> list[Placement]:
         """Split a local parameter of this shape into its runs, in memory order."""
@@ -227,9 +237,15 @@ class KeyScheme:
                 if _LINEAR.search(name) and not name.startswith("output_layer.")
                 else []
             )
-            bases += layer_spec.te_extra_states(key, self.engine)
+            parts = entry_of(self.engine, self.layer_at(self._own_name(name)))
+            bases += layer_spec.te_extra_states(key, parts)
             keys += [object_key(base, at or (0,), extents or (1,)) for base in bases]
         return keys
+
+
+def entry_of(of_layers: Sequence[_Of], number: int) -> _Of:
+    """Return the entry of a layer; the last one is of all further layers."""
+    return of_layers[min(number, len(of_layers) - 1)]
 
 
 def _fused(rest: str, norms: tuple[layer_spec.NormPrefixes, ...], inner: str) -> str:

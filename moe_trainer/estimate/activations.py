@@ -175,7 +175,7 @@ def _all_tensors(layer: LayerSizes) -> Iterator[SavedTensor]:
 
 def _mixing_tensors(layer: LayerSizes, is_mamba: bool) -> Iterator[SavedTensor]:
     name, module = ("norm", "mixer") if is_mamba else ("input_layernorm", "self_attention")
-    yield from _hyper_connection(layer, "self_attention")
+    yield from _hyper_connection(layer, module)
     if layer.model.pre_layernorm:
         yield from layer.norm("attn_norm", name, layer.rows, layer.hidden, layer.residual)
     if "layernorm" not in layer.parts or not layer.model.pre_layernorm:

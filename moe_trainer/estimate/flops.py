@@ -36,6 +36,7 @@ Source: the throughput figure that Megatron-LM prints; formula rederived from it
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from arguments.layer_pattern import (
@@ -46,9 +47,9 @@ from arguments.layer_pattern import (
     has_mlp,
     is_linear,
     layer_letter,
+    model_of_layer,
     moe_layer_pattern,
     mtp_layer_pattern,
-    uses_window,
 )
 from arguments.mechanisms.sublayers import variant_of
 from moe_trainer.estimate.linear_attention import conv_channels, is_short_conv, linear_attention_params
@@ -160,6 +161,12 @@ def _routed_macs(args: Arguments) -> int:
     return width * (reads * (2 if model.swiglu else 1) + makes)
 
 
+def _args_of_layer(args: Arguments, number: int) -> Arguments:
+    """Return the flags with the attention of a layer (from 0)."""
+    model = model_of_layer(args.model, number + 1)
+    return args if model is args.model else replace(args, model=model)
+
+
 def training_flops(args: Arguments, batch_size: float, seq_length: int, padded_vocab_size: int) -> float:
     """Return the floating-point operations of forward and backward over `batch_size` sequences.
 
@@ -175,31 +182,30 @@ def training_flops(args: Arguments, batch_size: float, seq_length: int, padded_v
     shared = moe.moe_shared_expert_intermediate_size or 0 if moe.num_experts else 0
     numbers = range(num_layers)
     without_mlp = sum(not has_mlp(model, number) for number in numbers)
-    without_attention = sum(not has_attention(model, number) for number in numbers)
     ffn_width = (num_layers - num_moe - without_mlp) * model.ffn_hidden_size + num_moe * shared
     ffn = model.hidden_size * ffn_width * (3 if model.swiglu else 2) + num_moe * _routed_macs(args)
     ffn += num_moe * 2 * model.hidden_size * (moe.moe_latent_size or 0)
     ffn += num_moe * model.hidden_size**2 if moe.output_projection is not None else 0
     mtp = num_mtp * (2 * model.hidden_size**2 + 3 * model.hidden_size)
     logits = model.hidden_size * padded_vocab_size * (1 + num_mtp)
-    linear = sum(is_linear(model, number) for number in range(num_layers))
-    attention: float = linear * _linear_macs(args)
-    softmax = num_layers - linear - without_attention
-    attention += softmax * _attention_macs(args, seq_length)
-    if model.window_num_query_groups is not None:
-        extra = model.window_num_query_groups - model.query_groups
-        windows = sum(uses_window(model, number + 1) and has_attention(model, number) for number in range(num_layers))
-        attention += windows * model.hidden_size * extra * (model.kv_channels + model.value_width)
+    linear = sum(is_linear(model, number) for number in numbers)
+    softmax = [
+        _args_of_layer(args, number)
+        for number in numbers
+        if has_attention(model, number) and not is_linear(model, number)
+    ]
+    attention: float = linear * _linear_macs(args) + sum(_attention_macs(each, seq_length) for each in softmax)
     attention += sum(layer_letter(model, number) == MAMBA for number in numbers) * _mamba_macs(args)
     macs: float = ffn + attention + mtp + logits
+    core_attention = sum(core_attention_macs(each, seq_length) for each in softmax)
     if variant_of(model).selects_keys:
         macs /= 3 if model.dsa_indexer_warmup else 1
-        macs += softmax * _indexer_macs(args, seq_length)
+        macs += sum(variant_of(each.model).selects_keys for each in softmax) * _indexer_macs(args, seq_length)
     if model.lora_dim is not None:  # two of three GEMMs of a frozen weight, all of attention and of the adapters
-        core = linear * _delta_rule_macs(args) + softmax * core_attention_macs(args, seq_length)
+        core = linear * _delta_rule_macs(args) + core_attention
         macs = (macs - core) * 2 / 3 + core + adapter_macs(args)
     if args.optimizer.freeze_backbone:  # likewise, and all of the routed experts
-        trained = num_moe * _routed_macs(args) + softmax * core_attention_macs(args, seq_length)
+        trained = num_moe * _routed_macs(args) + core_attention
         macs = (macs - trained) * 2 / 3 + trained
     return 6.0 * batch_size * seq_length * macs
 

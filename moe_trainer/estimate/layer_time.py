@@ -215,6 +215,8 @@ class LayerTime:
         numbers, count = range(model.num_layers), model.num_layers
         softmax_layers = [number + 1 for number in numbers if not linear[number] and has_attention(model, number)]
         self.softmax_share = len(softmax_layers) / count
+        indexed = [number for number in softmax_layers if variant_of(model_of_layer(model, number)).selects_keys]
+        self.indexed_share = len(indexed) / max(1, len(softmax_layers))  # of those
         self.mamba_share = sum(layer_letter(model, number) == MAMBA for number in numbers) / count
         # of the layers without experts, those that have a feed-forward sublayer
         dense = [has_mlp(model, number) for number in numbers if layer_letter(model, number) != MOE]
@@ -284,7 +286,17 @@ class LayerTime:
         return self.gemm(self.tokens, width, width, 4 * heads, plain=True)
 
     def _softmax_attention(self) -> tuple[float, float]:
-        if self.gathers_keys:
+        """Return forward and backward of softmax attention, averaged over the layers that have it."""
+        if not 0 < self.indexed_share < 1:
+            return self._scored_attention(self.has_indexer)
+        fwd, bwd = (
+            self.indexed_share * sparse + (1 - self.indexed_share) * dense
+            for sparse, dense in zip(self._scored_attention(True), self._scored_attention(False))
+        )
+        return fwd, bwd
+
+    def _scored_attention(self, selects_keys: bool) -> tuple[float, float]:
+        if selects_keys and self.gathers_keys:
             return self._gathered_attention()
         model, heads = self.model, self.model.num_attention_heads // self.tp
         latent_widths = self.key_width + model.v_head_dim
@@ -299,7 +311,7 @@ class LayerTime:
             size = self.size if self.sizes.te_attends else FP32_BYTES
             scores = self.tokens * self.length * heads * size / self.memory_bandwidth
             fwd, bwd = (2 * time + count * scores for time, count in zip((fwd, bwd), SCORE_PASSES))
-        if self.is_sparse:
+        if selects_keys and self.is_sparse:
             fwd, bwd = (
                 time + FP32_BYTES * count * heads * self.pairs / self.memory_bandwidth
                 for time, count in zip((fwd, bwd), MASKED_ATTENTION_PASSES)
@@ -327,7 +339,8 @@ class LayerTime:
             elements += self.pairs * index * INDEXER_LOSS_PASSES[0] + keys * heads * INDEXER_LOSS_PASSES[1]
         peak = self.hardware.peak("bf16") / TF32_SLOWDOWN * self.constants.gemm_bf16
         scores = operations / peak + FP32_BYTES * elements / self.memory_bandwidth
-        return self.softmax_share * matrices, self.softmax_share * scores
+        share = self.softmax_share * self.indexed_share
+        return share * matrices, share * scores
 
     def _up_projections(self) -> float:
         """Return the seconds of the up-projections of latent attention."""
@@ -484,7 +497,7 @@ class LayerTime:
             widths += [hidden * (1 if is_moe else self.mlp_share)] * 2
         keys = self.tokens * model.dsa_indexer_topk if self.gathers_keys else int(self.pairs)
         # the indexer's target sums the heads of all ranks
-        trained = self.softmax_share if self.trains_indexer else 0.0
+        trained = self.softmax_share * self.indexed_share if self.trains_indexer else 0.0
         target = 2 * trained * self.interconnect.ring(keys * 4, 1, self.tp)
         return target + sum(self.interconnect.ring(self.tokens * width * self.size, 1, self.tp) for width in widths)
 
@@ -494,11 +507,13 @@ class LayerTime:
             return 0.0, 0.0
         model, heads = self.model, self.model.num_attention_heads // self.tp
         if model.multi_latent_attention:
-            keys, queries = heads * (self.key_width + model.v_head_dim), heads * MLA_QUERY_CHANNELS
+            keys: float = heads * (self.key_width + model.v_head_dim)
+            queries = heads * MLA_QUERY_CHANNELS
         else:
             keys, queries = round(self.key_value_channels), heads * (model.kv_channels + model.value_width)
         if self.gathers_keys:
-            keys = model.kv_lora_rank + model.qk_pos_emb_head_dim
+            latents = model.kv_lora_rank + model.qk_pos_emb_head_dim
+            keys = latents if self.indexed_share == 1 else keys + self.indexed_share * (latents - keys)
         kind, share = self.args.parallel.cp_comm_type[0], self.softmax_share + self.linear_share
         width = keys + queries if kind == "a2a" else self.cp * keys
         seconds = share * self.interconnect.ring(self.tokens * width * self.size, self.tp, self.cp)

@@ -159,11 +159,17 @@ class LayerParams:
         """Return the parameters of a norm: a weight, and with LayerNorm a bias."""
         return 2 * width if self.model.normalization == "LayerNorm" else width
 
-    def layer_norms(self) -> int:
-        """Return the parameters of the norms before and after the two sublayers of a layer."""
-        model = self.model
-        count = 2 * model.pre_layernorm + model.post_self_attn_layernorm + model.post_mlp_layernorm
-        return count * self.norm(model.hidden_size)
+    def around_mixer(self) -> int:
+        """Return the parameters of the norms before and after attention, and of its hyper-connection."""
+        return self._around(self.model.post_self_attn_layernorm)
+
+    def around_mlp(self) -> int:
+        """Return the parameters of the norms before and after an MLP or experts, and of their hyper-connection."""
+        return self._around(self.model.post_mlp_layernorm)
+
+    def _around(self, has_norm_after: bool) -> int:
+        norms = self.model.pre_layernorm + has_norm_after
+        return norms * self.norm(self.model.hidden_size) + self.hyper_connection()
 
     def hyper_connection(self) -> int:
         """Return the parameters of one sublayer's hyper-connection; 0 with one residual stream."""
@@ -221,9 +227,9 @@ class LayerParams:
         if not letter:
             count = self._mixing(number) - self.attention()
         elif has_mlp(model, number):
-            count = -self.attention() - self.norm(model.hidden_size)
+            count = -self.attention() - self.around_mixer()
         else:
-            count = self._mixing(number) + self.norm(model.hidden_size) - self.layers[False].dense
+            count = self._mixing(number) + self.around_mixer() - self.layers[False].dense
         return ParamsPerRank(count, 0) + self.adapters(number)
 
     def _mixing(self, number: int) -> int:
@@ -266,7 +272,7 @@ class LayerParams:
 
     def _layer(self, is_moe: bool) -> ParamsPerRank:
         model = self.model
-        dense = self.attention() + self.layer_norms() + 2 * self.hyper_connection()
+        dense = self.attention() + self.around_mixer() + self.around_mlp()
         if not is_moe:
             return ParamsPerRank(dense + self._mlp(model.ffn_hidden_size, self.tp, self._bias), 0)
         router = self.num_experts * (model.hidden_size + (1 if self._bias else 0))
@@ -337,7 +343,7 @@ def count_parameters(args: Arguments, padded_vocab_size: int | None = None) -> P
     params = LayerParams(args, vocab, is_sharded=False)
     hidden, pattern = model.hidden_size, params.pattern
     num_moe = sum(pattern)
-    norms = params.layer_norms() + 2 * params.hyper_connection()
+    around = params.around_mixer() + params.around_mlp()
     expert = params.expert() if params.num_experts else 0
     layers = ParamsPerRank(0, 0)
     for number, is_moe in enumerate(pattern):
@@ -358,8 +364,8 @@ def count_parameters(args: Arguments, padded_vocab_size: int | None = None) -> P
         embedding=embedding + positions,
         head=head,
         attention_per_layer=params.attention(),
-        dense_ffn_per_layer=params.layers[False].total - params.attention() - norms,
-        moe_ffn_per_layer=params.layers[True].total - params.attention() - norms if params.num_experts else 0,
+        dense_ffn_per_layer=params.layers[False].total - params.attention() - around,
+        moe_ffn_per_layer=params.layers[True].total - params.attention() - around if params.num_experts else 0,
         per_expert=expert,
         num_dense_layers=sum(has_mlp(model, number) for number in range(len(pattern))) - num_moe,
         num_moe_layers=num_moe,

@@ -133,7 +133,8 @@ def latent_attention(layer: LayerSizes) -> Iterator[SavedTensor]:
         yield SavedTensor("q_latent", (layer.rows, model.q_lora_rank), layer.size, "qkv_linear")
     elif "mla_up_proj" in layer.parts:
         yield SavedTensor("q_before_rope", (layer.tokens, heads, key), layer.size, "qkv_linear")
-    gathered, discarded = use_gathered_keys(layer.args), "mla_up_proj" in layer.parts and _num_head_shards(layer) == 1
+    gathered = variant_of(model).selects_keys and use_gathered_keys(layer.args)
+    discarded = "mla_up_proj" in layer.parts and _num_head_shards(layer) == 1
     reads = not gathered or "mla_up_proj" in layer.parts  # latents that are gathered are copies of these
     if reads or model.qk_layernorm:
         yield SavedTensor("kv_down", (layer.rows, down), layer.size, "qkv_linear")

@@ -21,7 +21,7 @@ from arguments.mechanisms.sublayers import variant_of
 from moe_trainer.estimate.saved_tensor import WIDE, LayerSizes, SavedTensor
 
 if TYPE_CHECKING:
-    from arguments import Arguments
+    pass
 
 _ALWAYS = (
     "linear_proj.x",
@@ -60,7 +60,7 @@ def _format(layer: LayerSizes) -> FormatDeclaration | None:
 
 def _is_saved_quantized(layer: LayerSizes, name: str, fmt: FormatDeclaration) -> bool:
     model, parts = layer.model, layer.parts
-    keeps_latents = _keeps_latents(layer.args)
+    keeps_latents = _keeps_latents(layer)
     if name == "experts.x":  # ours save the tokens of pages as they are
         return layer.te_experts or not layer.has_pages
     if name in _ALWAYS:
@@ -79,11 +79,10 @@ def _is_saved_quantized(layer: LayerSizes, name: str, fmt: FormatDeclaration) ->
     return of_columns.get(name, False) and _can_shard(layer, fmt)
 
 
-def _keeps_latents(args: Arguments) -> bool:
+def _keeps_latents(layer: LayerSizes) -> bool:
     """Return whether something else than the up projections keeps latents (layers/mla.py)."""
-    model = args.model
-    is_sparse = variant_of(model).selects_keys
-    return not model.qk_layernorm or "mla_up_proj" in args.training.recomputed_modules or is_sparse
+    is_sparse = variant_of(layer.model).selects_keys
+    return not layer.model.qk_layernorm or "mla_up_proj" in layer.parts or is_sparse
 
 
 def _can_shard(layer: LayerSizes, fmt: FormatDeclaration) -> bool:

@@ -13,6 +13,7 @@ from arguments.layer_pattern import (
     has_mlp,
     is_linear,
     layer_letter,
+    model_of_layer,
     moe_layer_pattern,
     mtp_layers,
 )
@@ -114,17 +115,26 @@ def trained_params(args: Arguments, chunks: Sequence[ChunkLayout], held: ParamsP
     ahead = mtp_layers(model, moe_layer_pattern(model.num_layers, args.moe.num_experts, args.moe.moe_layer_freq))
     depths = [number for depth in (ahead[:1] if model.mtp_use_repeated_layer else ahead) for number, _ in depth]
     numbers = [number for chunk in chunks for number in (*chunk.layers, *(depths if chunk.mtp else ()))]
-    return ParamsPerRank(indexer_params(model) * sum(has_attention(model, number) for number in numbers), 0)
+    return ParamsPerRank(sum(indexer_params(model_of_layer(model, number + 1)) for number in numbers), 0)
 
 
 def _backbone_params(args: Arguments, chunks: Sequence[ChunkLayout]) -> int:
-    """Return the parameters that --freeze-backbone freezes: attention, shared experts, dense networks, an own head."""
+    """Return the parameters that --freeze-backbone freezes.
+
+    They are attention, shared experts, dense networks, hyper-connections, and an own head.
+    """
     rows = padded_vocab_size_from_flags(args) or 0
     layers = LayerParams(replace(args, model=replace(args.model, qk_layernorm=False)), rows)  # norms are trained
-    rest = {False: layers.layers[False].dense - layers.attention() - layers.layer_norms()}
+    model, connection = layers.model, layers.hyper_connection()
+    rest = {False: layers.layers[False].dense - layers.attention() - layers.around_mixer() - layers.around_mlp()}
     rest[True] = layers.shared() + layers.projections()
-    count = sum(layers.attention(number) + rest[layers.pattern[number]] for chunk in chunks for number in chunk.layers)
-    has_head = args.model.untie_embeddings_and_output_weights and any(chunk.has_loss for chunk in chunks)
+    count = 0
+    for number in (number for chunk in chunks for number in chunk.layers):
+        count += layers.attention(number) + connection if has_attention(model, number) else 0
+        count += rest[layers.pattern[number]] + connection if has_mlp(model, number) else 0
+    if any(chunk.has_final_norm for chunk in chunks):
+        count += layers.final_norm() - layers.norm(model.hidden_size)
+    has_head = model.untie_embeddings_and_output_weights and any(chunk.has_loss for chunk in chunks)
     return count + (layers.table() if has_head else 0)
 
 
@@ -166,7 +176,8 @@ def quantized_params_on_rank(plain: LayerParams, chunks: Sequence[ChunkLayout]) 
 def _quantized_matrices(plain: LayerParams, is_moe: bool, number: int) -> ParamsPerRank:
     """Return the quantized matrices of a layer: all but norms, router, indexer and the gate of shared experts."""
     model, moe = plain.model, plain.moe
-    matrices = plain.layers[is_moe] + ParamsPerRank(-plain.layer_norms() - plain.attention(), 0)
+    around = plain.around_mixer() + plain.around_mlp()
+    matrices = plain.layers[is_moe] + ParamsPerRank(-around - plain.attention(), 0)
     if is_moe:
         has_gate = moe.moe_shared_expert_intermediate_size and moe.moe_shared_expert_gate
         matrices += ParamsPerRank(-(plain.num_experts + (1 if has_gate else 0)) * model.hidden_size, 0)
@@ -178,7 +189,7 @@ def _quantized_matrices(plain: LayerParams, is_moe: bool, number: int) -> Params
         return matrices + ParamsPerRank(linear_attention_params(model, plain.tp, matrices=True), 0)
     if not has_attention(model, number):
         return matrices
-    return matrices + ParamsPerRank(plain.attention(number) - indexer_params(model), 0)
+    return matrices + ParamsPerRank(plain.attention(number) - indexer_params(model_of_layer(model, number + 1)), 0)
 
 
 def state_report(args: Arguments, world_size: int | None, padded_vocab_size: int | None = None) -> list[str]:

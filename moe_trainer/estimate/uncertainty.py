@@ -24,14 +24,13 @@ from functools import partial
 from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
-from arguments.layer_pattern import uses_window
+from arguments.layer_pattern import uses_window, variants_of
 from arguments.mechanisms.attention_backends import get_attention_backend
 from arguments.mechanisms.dispatchers import SELECTABLE, DispatcherDeclaration, get_dispatcher
 from arguments.mechanisms.formats import FLAGS
 from arguments.mechanisms.schedule_kinds.declaration import ScheduleDeclaration
 from arguments.mechanisms.schedules import SCHEDULES, get_schedule
 from arguments.mechanisms.shardings import get_sharding
-from arguments.mechanisms.sublayers import variant_of
 from moe_trainer.estimate.corrections import (
     Bias,
     exchanges_slowly,
@@ -178,8 +177,8 @@ UNTESTED_FEATURES: Features = MappingProxyType(
         "full recompute": lambda plan: plan.args.training.recompute_granularity == "full",
         "activations offloaded to the host": lambda plan: bool(plan.args.training.offloaded_modules),
         "optimizer state on the host": lambda plan: bool(plan.args.optimizer.optimizer_cpu_offload),
-        "sparse attention": lambda plan: variant_of(plan.args.model).has_indexer,
-        "linear attention": lambda plan: variant_of(plan.args.model).in_some_layers,
+        "sparse attention": lambda plan: any(each.has_indexer for each in variants_of(plan.args.model)),
+        "linear attention": lambda plan: any(each.in_some_layers for each in variants_of(plan.args.model)),
         "latent experts": lambda plan: bool(plan.args.moe.moe_latent_size),
         "no experts": lambda plan: not plan.args.moe.num_experts,
         "a CPU": lambda plan: plan.hardware.synchronous,

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from arguments.layer_pattern import model_of_layer
 from arguments.mechanisms.sublayers import variant_of
 from arguments.model import ModelArgs
 from moe_trainer.layers.absorbed_mla import CompressedKV
@@ -68,6 +69,7 @@ class MultiLatentAttention(nn.Module):
         per_token_loss: bool = False,
     ):
         super().__init__()
+        model = model_of_layer(model, layer_number)
         heads = model.num_attention_heads
         if heads % ps.tp.size:
             raise ValueError(f"{name}: {heads} heads do not divide over {ps.tp.size} tensor-parallel ranks")

@@ -70,12 +70,10 @@ class TransformerLayer(nn.Module):
             self.self_attention = make(model, ps, name=f"{name}.self_attention", **options, **loss)
             if model.post_self_attn_layernorm:
                 self.post_self_attn_layernorm = norm(name=f"{name}.post_self_attn_layernorm")
-        self.self_attention_hyper_connection = self.mlp_hyper_connection = None
-        if model.enable_hyper_connections:
-            self.self_attention_hyper_connection, self.mlp_hyper_connection = (
-                HyperConnection(model, name=f"{name}.{sublayer}_hyper_connection", partial=has_local_tokens)
-                for sublayer in ("self_attention", "mlp")
-            )
+        self.mixer_hyper_connection = self.self_attention_hyper_connection = self.mlp_hyper_connection = None
+        for sublayer in self.sublayer_names if model.enable_hyper_connections else ():
+            leaf = f"{sublayer}_hyper_connection"
+            setattr(self, leaf, HyperConnection(model, name=f"{name}.{leaf}", partial=has_local_tokens))
         self.is_moe = is_moe
         self.mlp: Any = None
         if self.has_mlp:
@@ -118,10 +116,14 @@ class TransformerLayer(nn.Module):
         return f"layers of {' and '.join(type(module).__name__ for module in self.sublayers.values())}"
 
     @property
+    def sublayer_names(self) -> list[str]:
+        """The names in the layer of the modules that write to the residual stream."""
+        return [("mixer" if self.is_mamba else "self_attention")] * self.has_mixer + ["mlp"] * self.has_mlp
+
+    @property
     def sublayers(self) -> dict[str, nn.Module]:
         """The modules that write to the residual stream, by their names in the layer."""
-        names = [("mixer" if self.is_mamba else "self_attention")] * self.has_mixer + ["mlp"] * self.has_mlp
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in self.sublayer_names}
 
     def forward(self, x_SBH: Tensor, rope: Tables | None, inputs: PassInputs) -> Tensor:
         """Run the layer on the previous one's output; `rope` is its cos and sin."""
@@ -142,9 +144,10 @@ class TransformerLayer(nn.Module):
 
     def _attention_sublayer(self, x_SBH: Tensor, rope: Tables | None, inputs: PassInputs) -> Tensor:
         (norm, attention), post_norm = self.mixing_modules, self.post_self_attn_layernorm
+        connection = self.mixer_hyper_connection if self.is_mamba else self.self_attention_hyper_connection
 
         def run(x_SBH: Tensor) -> Tensor:
-            read_SBH, weights = self._read_streams(self.self_attention_hyper_connection, x_SBH)
+            read_SBH, weights = self._read_streams(connection, x_SBH)
             normed, scope = self._normalize("attn_norm", norm, read_SBH)
             with scope:
                 y_SBH = attention(normed, rope, inputs.visible, *([inputs.grad_scale] if self.is_sparse else ()))

@@ -10,7 +10,7 @@ from moe_trainer.model.lora import freeze_all_but_adapters
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.parallel.params import freeze_all_but
 
-_TRAINED_WITHOUT_BACKBONE = ("embedding", "router", "mlp.experts", "layernorm")
+_TRAINED_WITHOUT_BACKBONE = ("embedding", "router", "mlp.experts", "layernorm", "final_norm")
 """Parts of the names of parameters that --freeze-backbone trains."""
 
 

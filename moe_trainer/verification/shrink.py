@@ -19,6 +19,7 @@ from typing import Any
 
 from arguments.container import OPTIONS
 from arguments.flag_status import NOT_IMPLEMENTED
+from arguments.layer_pattern import variants_of
 from arguments.mechanisms.implementation_kinds.declaration import ImplementationCapability
 from arguments.mechanisms.implementations import LOCAL_LAYERS, selecting
 from arguments.mechanisms.optimizers import get_optimizer
@@ -394,7 +395,7 @@ def _small_training(s: Settings) -> dict[str, Any]:
     values: dict[str, Any] = dict(SMALL_TRAINING)
     if s.decoupled_lr is not None:
         values["decoupled_lr"] = 2 * LEARNING_RATE
-    if variant_of(s).has_delta_rule:
+    if any(each.has_delta_rule for each in variants_of(s)):
         values["layernorm_epsilon"] = LARGE_EPSILON
     if s.dsa_indexer_loss_coeff:
         values["dsa_indexer_loss_coeff"] = 1.0
@@ -413,7 +414,7 @@ def _note_changes(s: Settings, notes: list[str]) -> list[str]:
     if half:
         reason = "the check computes in fp32 (fp64 with fp8), so that a difference is a mistake and not rounding"
         notes.append(f"{', '.join(half)}: {reason}")
-    if variant_of(s).has_delta_rule:
+    if any(each.has_delta_rule for each in variants_of(s)):
         notes.append(
             f"{s.flag('layernorm_epsilon')} is {LARGE_EPSILON}: a query nearly orthogonal to a key gives an output "
             "near zero, and the next norm would amplify the rounding of its gradient"

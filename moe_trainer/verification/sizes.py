@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from arguments.layer_pattern import MOE, hybrid_letters
+from arguments.layer_pattern import MOE, hybrid_letters, variants_of
 from arguments.mechanisms.formats import quantized_format
 from arguments.mechanisms.selections import expert_split
 from arguments.mechanisms.sublayers import variant_of
@@ -169,8 +169,8 @@ def attention(s: Settings, new: ParallelMapping) -> dict[str, Any]:
         values |= {"kv_lora_rank": 8, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4}
         values |= {"v_head_dim": 8 if s.v_head_dim == s.qk_head_dim else 6}
         values |= {"q_lora_rank": 12} if s.q_lora_rank else {}
-    variant = variant_of(s)
-    if variant.has_delta_rule:
+    variant, variants = variant_of(s), variants_of(s)
+    if any(each.has_delta_rule for each in variants):
         keys = max(2, new.tp * new.cp)
         value_dim = 16 if s.linear_key_head_dim == s.linear_value_head_dim else 8
         values |= {

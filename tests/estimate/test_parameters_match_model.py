@@ -71,6 +71,12 @@ BASE = (
         "--hybrid-layer-pattern MDE/D- --num-experts 4 --kv-lora-rank 10 --position-embedding-type rope --no-rope-fusion "
         "--disable-bias-linear --mamba-num-heads 4 --mamba-head-dim 6 --mamba-num-groups 2 --mamba-state-dim 5 "
         "--dsa-indexer-n-heads 3 --dsa-indexer-head-dim 64 --dsa-indexer-topk 3",
+        "--hybrid-layer-pattern DG+E/D+ --num-experts 4 --swiglu --q-lora-rank 12 --kv-lora-rank 10 --position-embedding-type rope "
+        "--no-rope-fusion --linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 5 --linear-value-head-dim 7 "
+        "--disable-bias-linear --dsa-indexer-n-heads 3 --dsa-indexer-head-dim 64 --dsa-indexer-topk 3",
+        "--hybrid-layer-pattern ME- --enable-hyper-connections --position-embedding-type none --num-experts 4 --mamba-num-heads 4 "
+        "--mamba-head-dim 6 --mamba-num-groups 2 --mamba-state-dim 5 --disable-bias-linear",
+        "--hybrid-layer-pattern=*E*- --post-self-attn-layernorm --post-mlp-layernorm --num-experts 4 --disable-bias-linear",
         "--hybrid-layer-pattern M-/*ME/*ME --position-embedding-type none --num-experts 4 --mamba-num-heads 4 --mamba-head-dim 6 "
         "--mamba-num-groups 2 --mamba-state-dim 5 --disable-bias-linear",
         "--num-experts 4 --moe-shared-expert-intermediate-size 12 --moe-shared-expert-gate --disable-bias-linear",

@@ -20,7 +20,8 @@ DELTA = (
     "--experimental-attention-variant gdn --linear-attention-freq 3 --linear-num-key-heads 2 --linear-num-value-heads 4 "
     "--linear-key-head-dim 32 --linear-value-head-dim 64"
 )
-SPARSE = "--experimental-attention-variant dsa --dsa-indexer-n-heads 64 --dsa-indexer-head-dim 64 --dsa-indexer-topk 4"
+INDEXERS = "--dsa-indexer-n-heads 64 --dsa-indexer-head-dim 64 --dsa-indexer-topk 4"
+SPARSE = f"--experimental-attention-variant dsa {INDEXERS}"
 CASES = (
     (1, "plain", ""),
     (
@@ -38,6 +39,13 @@ CASES = (
         f"{TP2} --freeze-backbone --qk-layernorm --moe-layer-freq [0,1,1,1] --moe-shared-expert-intermediate-size 64",
     ),
     (2, "plain", "--pipeline-model-parallel-size 2 --freeze-backbone --bf16 --use-distributed-optimizer"),
+    (
+        2,
+        "plain",
+        f"{TP2} --freeze-backbone --enable-hyper-connections --num-residual-streams 2 --hybrid-layer-pattern=*E*- "
+        "--untie-embeddings-and-output-weights",
+    ),
+    (2, "deepseek", f"{INDEXERS} --dsa-indexer-loss-coeff 1 --dsa-indexer-warmup --hybrid-layer-pattern +ED-/D+"),
     (2, "plain", f"{TP2} --mtp-num-layers 1 {DELTA}"),
     (2, "plain", f"{TP2} --kda-gate-rank 64 {DELTA.replace('gdn', 'kda')}"),
     (2, "plain", f"{TP2} --experimental-attention-variant short_conv --linear-attention-freq 3"),

@@ -98,6 +98,11 @@ KINDS = {
     "gated queries": (f"{GROUPED} {QUERIES} --qk-layernorm --attention-output-gate", (*FEW, "core_attn")),
     "hybrid": (f"{GROUPED} {HYBRID}", ("all kept", "uniform", "block")),
     "hybrid, G and latents": (f"{GROUPED} {OTHER_LETTERS}", ("all kept", "uniform")),
+    "hybrid, D, G and latents": (
+        f"{GROUPED} {OTHER_LETTERS} {SPARSE} --hybrid-layer-pattern DG+E", ("all kept", "core_attn", "uniform")),
+    "hybrid, gathered keys and latents": (f"{GROUPED} {OTHER_LETTERS} {SPARSE} {GATHERED} --hybrid-layer-pattern +DE", ("all kept",)),
+    "hybrid, hyper-connections": (f"{GROUPED} {HYBRID} --enable-hyper-connections --num-residual-streams 3", ("all kept", "layernorm")),
+    "hybrid, frozen backbone": (f"{GROUPED} --hybrid-layer-pattern=*E*- --freeze-backbone", ("all kept",)),
     "gated DeltaNet": (f"{GROUPED} {DELTA}", (*FEW, "gdn_norm_out", "offload and recompute")),
     "short convolutions": (
         f"{GROUPED} --experimental-attention-variant short_conv --linear-attention-freq 3", ("all kept", "layernorm", "uniform")),

@@ -1,5 +1,7 @@
 """Hybrid models on ranks: training equals one process, and a stopped run resumes bit for bit, in another layout too."""
 
+import re
+
 import pytest
 import torch
 from harness import run_ranks
@@ -63,23 +65,34 @@ def test_ranks_equal_one_process():
             "--hybrid-layer-pattern=M|EM*-E/*E/*E --pipeline-model-parallel-size 2 --expert-model-parallel-size 2",
         ),
         "mtp of one repeated depth, tp, sp": Row(2, argv("M-/M*E/M*E", "--mtp-use-repeated-layer"), f"{tp2} {full}"),
+        "hyper-connections, stages": Row(2, argv("ME*-", "--enable-hyper-connections"), "--hybrid-layer-pattern=ME|*- --pipeline-model-parallel-size 2"),
         "virtual stages, dp": Row(4, argv(), f"{stages} --use-distributed-optimizer {full}"),
     })  # fmt: skip
     for outcome in outcomes.values():
         assert any("mixer.A_log" in key for key in outcome.grads)
+    connections = {key for key in outcomes["hyper-connections, stages"].grads if "hyper_connection.alpha_res" in key}
+    assert connections == {
+        f"decoder.layers.{number}.{sublayer}_hyper_connection.alpha_res"
+        for number, sublayer in enumerate(("mixer", "mlp", "self_attention", "mlp"))
+    }
 
 
 def test_ranks_with_other_attention_equal_one_process():
-    """Gated DeltaNet with latent attention, and sparse attention among Mamba layers."""
+    """Gated DeltaNet with latent attention, sparse attention among Mamba layers, and all three kinds."""
     mixed = argv("GE+-", "--global-batch-size", "4", *DELTA.split(), *LATENTS.split())
     sparse = argv("DME-", "--global-batch-size", "4", *LATENTS.split(), *INDEXER.split())
+    every = argv("DG+E", "--global-batch-size", "4", *DELTA.split(), *LATENTS.split(), *INDEXER.split())
     tp2, cp2 = "--tensor-model-parallel-size 2 --sequence-parallel", "--context-parallel-size 2"
+    stages = "--pipeline-model-parallel-size 2"
     outcomes = check_rows({
         "G and +, tp, sp": Row(2, mixed, tp2),
         "G and +, cp": Row(2, mixed, cp2),
-        "G and +, stages": Row(2, mixed, "--hybrid-layer-pattern=G|E+- --pipeline-model-parallel-size 2"),
+        "G and +, stages": Row(2, mixed, f"--hybrid-layer-pattern=G|E+- {stages}"),
         "D, tp, sp": Row(2, sparse, tp2),
         "D, cp": Row(2, sparse, f"{cp2} --cp-comm-type allgather"),
+        "D, G and +, tp, sp": Row(2, every, tp2),
+        "D, G and +, cp": Row(2, every, f"{cp2} --cp-comm-type allgather"),
+        "D, G and +, stages, mtp": Row(2, [*every, "--hybrid-layer-pattern=D+E/GE"], f"--hybrid-layer-pattern=D|+E/GE {stages}"),
     })  # fmt: skip
     assert any("indexer" in key for key in outcomes["D, cp"].grads)
 
@@ -170,6 +183,28 @@ def test_legacy_checkpoints_have_the_same_tensors(tmp_path, optimizer):
     ]
 
 
+def test_legacy_checkpoints_have_latent_and_sparse_attention_and_depths(tmp_path):
+    words = argv("D+|E-/+E/+E", "--global-batch-size", "4", *LATENTS.split(), *INDEXER.split())
+    ranks = "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --bf16 --use-distributed-optimizer"
+    run_ranks(_save_in_both_formats, 4, [*words, *ranks.split()], tmp_path)
+    folder = tmp_path / "torch" / "iter_0000001"
+    assert differences(tmp_path / "torch_dist" / "iter_0000001", folder) == []
+    inside = [
+        name.removeprefix("mtp.layers.1.")
+        for name in open_file(folder / "mp_rank_01_001" / "model_optim_rng.pt")["model"]
+        if name.startswith("mtp.layers.1.") and "_extra_state" not in name
+    ]
+    modules = dict.fromkeys(re.match(r"mtp_model_layer\.layers\.\d+|\w+", name)[0] for name in inside)
+    layers = [f"mtp_model_layer.layers.{number}" for number in range(2)]
+    assert [*modules] == ["enorm", "hnorm", "eh_proj", *layers, "final_layernorm"]
+    assert f"{layers[0]}.self_attention.linear_q_up_proj.layer_norm_weight" in inside
+    names = list(open_file(folder / "mp_rank_01_000" / "model_optim_rng.pt")["model"])
+    states = [name for name in names if name.endswith("core_attention._extra_state")]
+    assert states == ["decoder.layers.1.self_attention.core_attention._extra_state"], "Transformer Engine's attention"
+    assert "decoder.layers.1.self_attention.linear_q_up_proj.layer_norm_weight" in names
+    assert "decoder.layers.0.self_attention.q_layernorm.weight" in names
+
+
 def make_both(pattern, flags):
     """The command lines of a transformer, and of the pattern that describes it."""
     sizes, layers = FLAGS_OF_ATTENTION.get(pattern, ("", ""))
@@ -195,6 +230,9 @@ PLAIN_TRANSFORMERS = {
     f"--transformer-impl transformer_engine {OFFLOAD} --apply-residual-connection-post-layernorm": 1,
     f"{FP8} tensorwise --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall "
     "--overlap-moe-expert-parallel-comm": 2,
+    "--enable-hyper-connections --num-residual-streams 2 --tensor-model-parallel-size 2 --sequence-parallel": 2,
+    "--enable-hyper-connections --freeze-backbone --qk-layernorm --moe-shared-expert-intermediate-size 8": 1,
+    "--freeze-backbone --expert-model-parallel-size 2 --use-distributed-optimizer": 2,
 }
 
 
@@ -267,14 +305,20 @@ def test_flags_that_number_layers_must_say_the_same_in_the_other_flavor(tmp_path
 
 
 def test_letters_of_attention_have_the_names_of_megatron_core(tmp_path):
-    """A G layer fuses its norm into in_proj; D and + have it alone, and the norms of latents as in transformer layers."""
+    """A G layer fuses its norm into in_proj; D and + have it alone, and the norms of latents as in transformer layers.
+
+    Those of a layer do not depend on the others.
+    """
     names = {}
-    for pattern, (sizes, _) in FLAGS_OF_ATTENTION.items():
+    every = " ".join((DELTA, LATENTS, INDEXER))
+    for pattern, sizes in [*((pattern, sizes) for pattern, (sizes, _) in FLAGS_OF_ATTENTION.items()), ("DG+E", every)]:
         train_and_save(0, 1, argv(pattern, *sizes.split()), tmp_path / pattern)
         reader = torch.distributed.checkpoint.FileSystemReader(tmp_path / pattern / "iter_0000002")
         keys = reader.read_metadata().state_dict_metadata
-        prefix = "decoder.layers.0."
-        names[pattern[0]] = {key.removeprefix(prefix) for key in keys if key.startswith(prefix)}
+        for number, letter in enumerate(pattern if pattern == "DG+E" else pattern[0]):
+            prefix = f"decoder.layers.{number}."
+            found = {key.removeprefix(prefix) for key in keys if key.startswith(prefix)}
+            assert names.setdefault(letter, found) == found
     of_latents = {"self_attention.q_layernorm.weight", "self_attention.kv_layernorm.weight"}
     fused = {f"self_attention.linear_{part}_up_proj.layer_norm_weight" for part in ("q", "kv")}
     core = {name for name in names["+"] if "core_attention._extra_state" in name}

@@ -175,6 +175,11 @@ class SublayerDeclaration(Mechanism[SublayerCapability]):
         return f"{self.letter} ({self.name})"
 
     @property
+    def mention_of_letter(self) -> str:
+        """What asks for it in a hybrid model, as a template of Settings.violation."""
+        return f"{{{PATTERN}:flag}} with {self.lettered}"
+
+    @property
     def words(self) -> str:
         """The flag that names it, with its value, as usually spelled."""
         return f"--{VARIANT.replace('_', '-')} {self.variant}"
@@ -185,5 +190,5 @@ class SublayerDeclaration(Mechanism[SublayerCapability]):
         if self.variant is not None:
             return f"{{{VARIANT}:flag}} {self.variant}"
         if self.switch == PATTERN:
-            return f"{{{PATTERN}:flag}} with {self.lettered}"
+            return self.mention_of_letter
         return f"{{{self.switch}:flag}}" if self.switch else ""

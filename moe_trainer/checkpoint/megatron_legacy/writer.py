@@ -24,7 +24,7 @@ from moe_trainer.checkpoint.directory import flush_folder
 from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.folder_format import LEGACY
 from moe_trainer.checkpoint.format_writer import FormatWriter, SavedRun
-from moe_trainer.checkpoint.layer_spec import has_te_names, norms_of_layers, te_extra_states, te_modules
+from moe_trainer.checkpoint.layer_spec import has_te_names, te_extra_states
 from moe_trainer.checkpoint.megatron_legacy import names as legacy
 from moe_trainer.checkpoint.megatron_legacy.reader import STATES
 from moe_trainer.checkpoint.native_index import read_native_index
@@ -41,7 +41,7 @@ from moe_trainer.checkpoint.rank_memory import (
     to_spec_name,
 )
 from moe_trainer.checkpoint.reading import fill
-from moe_trainer.checkpoint.sharding import KeyScheme, TensorShard, make_shards
+from moe_trainer.checkpoint.sharding import KeyScheme, TensorShard, entry_of, make_shards
 from moe_trainer.checkpoint.virtual_index import tensor_entry
 from moe_trainer.io import flush_file
 from moe_trainer.parallel import collectives
@@ -91,7 +91,7 @@ class LegacyWriter(FormatWriter):
         content = common_state.build(run.state, None)
         del content["content_metadata"]
         for number, chunk in enumerate(entries):
-            content["model" if len(entries) == 1 else f"model{number}"] = _model(chunk, te_modules(record))
+            content["model" if len(entries) == 1 else f"model{number}"] = _model(chunk, KeyScheme.from_record(record))
         buffers = None
         if run.scalars is not None:
             content["moe_trainer"]["optimizer"] = common_state.to_builtin(dict(run.scalars))
@@ -139,14 +139,12 @@ def _entries(
         default=0,
     )
     first_expert = ps.ep.rank * LayoutSizes.from_record(record).local_experts
-    norms = norms_of_layers(record)
     entries = []
     for info, _, value, states, trained in held:
         values = value.unbind(0) if info.stacked else (value,)
         for number, (name, one) in enumerate(zip(info.names, values, strict=True)):
             each = {state: whole.unbind(0)[number] if info.stacked else whole for state, whole in states.items()}
-            layer = layer_number(name)
-            spellings = norms[-1 if layer is None else layer]
+            spellings = entry_of(scheme.norms, scheme.layer_at(name))
             written = to_spec_name(local_name(name, first_layer, first_expert), record, spellings)
             entries += [
                 RankTensor(copy or name, copy or written, one, each, trained)
@@ -215,7 +213,7 @@ def _unfused(params: Iterable[Parameter]) -> Iterator[tuple[ParamInfo, tuple[int
             yield replace(info, names=(name,), row_counts=()), named_shape
 
 
-def _model(chunk: list[RankTensor], parts: tuple[str, ...]) -> dict[str, Tensor | None]:
+def _model(chunk: list[RankTensor], scheme: KeyScheme) -> dict[str, Tensor | None]:
     """Return the state dict of a model chunk, with the empty `_extra_state` entries that Megatron's loader requires."""
     values: dict[str, Tensor | None] = {}
     for position, entry in enumerate(chunk):
@@ -224,6 +222,7 @@ def _model(chunk: list[RankTensor], parts: tuple[str, ...]) -> dict[str, Tensor 
         after = chunk[position + 1].written if position + 1 < len(chunk) else ""
         if _EXTRA.search(f"{module}.weight") and not after.startswith(module + "."):
             values[f"{module}._extra_state"] = None
+        parts = entry_of(scheme.engine, scheme.layer_at(entry.name))
         values |= dict.fromkeys(te_extra_states(entry.written, parts))
     return values
 
