@@ -95,7 +95,7 @@ class MoEArgs:
     moe_router_topk: int = flag(2, restore="always", needs="num_experts", role="size")
     """Number of routed experts that each token chooses."""
     moe_router_score_function: Literal["softmax", "sigmoid", "sqrtsoftplus"] = flag(
-        "softmax", restore="always", needs="num_experts"
+        "softmax", restore="always", needs="num_experts", demands=SelectionCapability.OTHER_SCORES
     )
     """Function that turns router logits into scores."""
     moe_router_pre_softmax: bool = flag(
@@ -112,7 +112,12 @@ class MoEArgs:
     )
     """Multiply the chosen probabilities by this factor. Unset: 1."""
     moe_router_num_groups: int | None = flag(
-        None, restore="always", needs=("num_experts", "moe_router_group_topk"), bounds=">0", role="size"
+        None,
+        restore="always",
+        needs=("num_experts", "moe_router_group_topk"),
+        bounds=">0",
+        role="size",
+        demands=SelectionCapability.GROUPS,
     )
     """Number of groups that the experts are divided into for group-limited routing."""
     moe_router_group_topk: int | None = flag(
@@ -120,7 +125,12 @@ class MoEArgs:
     )
     """Number of groups that a token may choose its experts from."""
     moe_router_group_score_topk: int | None = flag(
-        None, restore="always", needs=("num_experts", "moe_router_group_topk"), bounds=">0", role="size"
+        None,
+        restore="always",
+        needs=("num_experts", "moe_router_group_topk"),
+        bounds=">0",
+        role="size",
+        demands=SelectionCapability.GROUPS,
     )
     """Number of a group's best experts whose scores sum to the score of the group; 1 as in DeepSeek-V2. Unset:
     --moe-router-topk divided by --moe-router-group-topk, as in Megatron-LM. A flag of this program."""

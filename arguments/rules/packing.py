@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from types import MappingProxyType
 
 from arguments.mechanisms.formats import FLAGS, TOKEN_MULTIPLE, list_widths, quantized_format
-from arguments.mechanisms.selection_kinds.declaration import BALANCING, SelectionCapability
+from arguments.mechanisms.selection_kinds.declaration import SelectionCapability
 from arguments.mechanisms.selections import SELECTIONS
 from arguments.mechanisms.sublayers import VARIANT, variant_of
 from arguments.mock_lengths import read_mock_lengths
@@ -172,32 +172,32 @@ def check_documents(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
 # Limits.
 
 
-def rejected_balancing(s: Settings) -> Iterator[tuple[str, str, bool, str]]:
-    """Yield (destination, text, whether it is asked for, reason) of balancing that is not defined with padding."""
+def rejected_selections(s: Settings) -> Iterator[tuple[tuple[str, ...], str, bool, str]]:
+    """Yield (destinations, text, whether it is asked for, reason) of selections that are not defined with padding."""
     for each in SELECTIONS:
         if each.rejects(SelectionCapability.PADDING):
-            yield BALANCING, f"{{:flag}} {each.balancing}", each.is_named(s), each.reason(SelectionCapability.PADDING)
+            yield (), each.mention, each.is_named(s), each.reason(SelectionCapability.PADDING)
 
 
 def limit_packing(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
-    for dest, what, is_on, reason in (
+    for dests, what, is_on, reason in (
         (
-            "dataloader_type",
+            ("dataloader_type",),
             "{:flag} cyclic",
             s.dataloader_type == "cyclic",
             "plans follow the order of the data",
         ),
         (
-            "mlp_chunks_for_training",
+            ("mlp_chunks_for_training",),
             "{}",
             (s.mlp_chunks_for_training or 1) > 1,
             "ranks would run different numbers of chunks",
         ),
-        ("record_step", "{}", s.record_step is not None, "a record has samples of equal length"),
-        *rejected_balancing(s),
+        (("record_step",), "{}", s.record_step is not None, "a record has samples of equal length"),
+        *rejected_selections(s),
     ):
         message = f"{what} is not implemented with packed sequences ({{use_varlen_dataset:flag}}): {reason}."
-        yield Limit(is_packed(s) and is_on, message, (dest,), kind="later")
+        yield Limit(is_packed(s) and is_on, message, dests, kind="later")
 
 
 def limit_graphs(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
