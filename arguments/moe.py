@@ -5,7 +5,7 @@ the help text. schema.py turns fields into options.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from arguments.flag_properties import MAX_EXPERTS, MAX_SIZE
 from arguments.mechanisms.dispatchers import BACKENDS, TYPES
@@ -24,6 +24,11 @@ else:
 
 _FINERMOE = "finermoe_intermediate_granularity or finermoe_output_granularity"
 _HYBRIDEP = "moe_flex_dispatcher_backend=hybridep"
+
+
+def is_padded_to_capacity(moe: Any) -> bool:
+    """Return whether every expert gets as many tokens as its capacity; `moe` has the fields of MoEArgs."""
+    return moe.moe_pad_expert_input_to_capacity and moe.moe_expert_capacity_factor is not None
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from arguments.mechanisms.formats import FLAGS, TOKEN_MULTIPLE, list_widths, qua
 from arguments.mechanisms.selection_kinds.declaration import SelectionCapability
 from arguments.mechanisms.selections import SELECTIONS
 from arguments.mechanisms.sublayers import VARIANT, variant_of
+from arguments.mechanisms.support import rejecting
 from arguments.mock_lengths import read_mock_lengths
 from arguments.parallel import packed_alignment, sequence_padding_multiple
 from arguments.rules.derived_sizes import DerivedSizes, divides, positive
@@ -172,32 +173,32 @@ def check_documents(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
 # Limits.
 
 
-def rejected_selections(s: Settings) -> Iterator[tuple[tuple[str, ...], str, bool, str]]:
-    """Yield (destinations, text, whether it is asked for, reason) of selections that are not defined with padding."""
-    for each in SELECTIONS:
-        if each.rejects(SelectionCapability.PADDING):
-            yield (), each.mention, each.is_named(s), each.reason(SelectionCapability.PADDING)
+def rejected_selections(s: Settings, is_on: object, samples: str) -> Iterator[Limit]:
+    """List selections that are not defined with padding; `samples` has it."""
+    for each, rejected in rejecting(SELECTIONS, SelectionCapability.PADDING):
+        message = f"{each.mention} is not implemented with {samples}: {rejected.reason}."
+        yield Limit(is_on and each.is_named(s), message, kind=rejected.kind)
 
 
 def limit_packing(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
-    for dests, what, is_on, reason in (
+    for dest, what, is_on, reason in (
         (
-            ("dataloader_type",),
+            "dataloader_type",
             "{:flag} cyclic",
             s.dataloader_type == "cyclic",
             "plans follow the order of the data",
         ),
         (
-            ("mlp_chunks_for_training",),
+            "mlp_chunks_for_training",
             "{}",
             (s.mlp_chunks_for_training or 1) > 1,
             "ranks would run different numbers of chunks",
         ),
-        (("record_step",), "{}", s.record_step is not None, "a record has samples of equal length"),
-        *rejected_selections(s),
+        ("record_step", "{}", s.record_step is not None, "a record has samples of equal length"),
     ):
         message = f"{what} is not implemented with packed sequences ({{use_varlen_dataset:flag}}): {reason}."
-        yield Limit(is_packed(s) and is_on, message, dests, kind="later")
+        yield Limit(is_packed(s) and is_on, message, (dest,), kind="later")
+    yield from rejected_selections(s, is_packed(s), "packed sequences ({use_varlen_dataset:flag})")
 
 
 def limit_graphs(s: Settings, f: DerivedSizes) -> Iterator[Limit]:

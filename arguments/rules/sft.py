@@ -63,15 +63,10 @@ def limit_text_samples(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
 
 def limit_padded_rows(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     is_padded = s.use_varlen_dataset and s.varlen_sbhd_validation
-    for dests, what, is_on, reason in (
-        (
-            ("cuda_graph_impl",),
-            "{}",
-            s.cuda_graph_impl != "none",
-            "a CUDA graph does not know which tokens are padding",
-        ),
-        (("dsa_indexer_loss_coeff",), "{}", bool(s.dsa_indexer_loss_coeff), "the mean of that loss counts padding"),
-        *rejected_selections(s),
+    for dest, what, is_on, reason in (
+        ("cuda_graph_impl", "{}", s.cuda_graph_impl != "none", "a CUDA graph does not know which tokens are padding"),
+        ("dsa_indexer_loss_coeff", "{}", bool(s.dsa_indexer_loss_coeff), "the mean of that loss counts padding"),
     ):
         message = f"{what} is not implemented with {{varlen_sbhd_validation:flag}}: {reason}."
-        yield Limit(bool(is_padded and is_on), message, dests, kind="later")
+        yield Limit(bool(is_padded and is_on), message, (dest,), kind="later")
+    yield from rejected_selections(s, is_padded, "{varlen_sbhd_validation:flag}")

@@ -141,7 +141,7 @@ def test_page_of_capabilities_rejects_two_selections_as_the_program_does():
 def test_every_capability_is_demanded():
     """By a flag or by a rule that asks for it; others need no declaration."""
     rules = "".join(path.read_text() for path in source_files("arguments/rules"))
-    asked = {each for each in SelectionCapability if f"(SelectionCapability.{each.name})" in rules}
+    asked = {each for each in SelectionCapability if f"SelectionCapability.{each.name})" in rules}
     assert {*asked, *demands(SelectionCapability).values()} == set(SelectionCapability)
 
 
@@ -197,13 +197,15 @@ RULES = """
 import json, sys
 from arguments.parse import resolve_command_line
 settings, found = resolve_command_line(sys.argv[1:], 1)
-print(json.dumps([sorted(each.message for each in found), settings.lines()]))
+kinds = {each.kind for each in found if sys.argv[-1] in each.message}
+print(json.dumps([sorted(each.message for each in found), settings.lines(), sorted(kinds)]))
 """
 DEMANDING = (
-    "--moe-router-bias-update-rate 0.5 --moe-router-enable-expert-bias --moe-router-load-balancing-type aux_loss "
+    "--moe-router-enable-expert-bias --moe-router-load-balancing-type aux_loss "
     "--moe-aux-loss-coeff 0.1 --moe-expert-capacity-factor 1.5 --moe-router-score-function sigmoid "
     "--moe-router-pre-softmax --moe-router-num-groups 4 --moe-router-group-topk 2 --triton-kernels router "
-    "--use-varlen-dataset --cuda-graph-impl local --cuda-graph-modules moe_router"
+    "--use-varlen-dataset --cuda-graph-impl local --cuda-graph-modules moe_router "
+    "--moe-router-bias-update-rate 0.5"
 ).split()
 
 
@@ -221,7 +223,7 @@ def test_rules_know_a_new_selection_that_a_flag_asks_for(tmp_path):
     )
     done = run_linked(tmp_path, "-c", RULES, *TINY[:-4], *DEMANDING)
     assert done.returncode == 0, done.stderr
-    rejected, notes = json.loads(done.stdout)
+    rejected, notes, kinds = json.loads(done.stdout)
     rate = "--moe-router-bias-update-rate 0.5"
     graphs = "--cuda-graph-impl local cannot capture moe_router with"
     assert [each for each in rejected if rate in each] == [
@@ -235,6 +237,7 @@ def test_rules_know_a_new_selection_that_a_flag_asks_for(tmp_path):
         f"--triton-kernels router cannot be combined with {rate}: it is a toy.",
     ]
     assert f"--moe-router-enable-expert-bias: no effect with {rate}: it has no bias." in notes
+    assert kinds == ["rule"]  # as it declares
 
 
 def test_new_selection_needs_a_declaration_and_a_module(tmp_path):
