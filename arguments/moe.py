@@ -5,7 +5,7 @@ the help text. schema.py turns fields into options.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from arguments.flag_properties import MAX_EXPERTS, MAX_SIZE
 from arguments.mechanisms.dispatchers import BACKENDS, TYPES
@@ -24,6 +24,11 @@ else:
 
 _FINERMOE = "finermoe_intermediate_granularity or finermoe_output_granularity"
 _HYBRIDEP = "moe_flex_dispatcher_backend=hybridep"
+
+
+def is_padded_to_capacity(moe: Any) -> bool:
+    """Return whether every expert gets as many tokens as its capacity; `moe` has the fields of MoEArgs."""
+    return moe.moe_pad_expert_input_to_capacity and moe.moe_expert_capacity_factor is not None
 
 
 @dataclass(frozen=True)
@@ -95,7 +100,7 @@ class MoEArgs:
     moe_router_topk: int = flag(2, restore="always", needs="num_experts", role="size")
     """Number of routed experts that each token chooses."""
     moe_router_score_function: Literal["softmax", "sigmoid", "sqrtsoftplus"] = flag(
-        "softmax", restore="always", needs="num_experts"
+        "softmax", restore="always", needs="num_experts", demands=SelectionCapability.OTHER_SCORES
     )
     """Function that turns router logits into scores."""
     moe_router_pre_softmax: bool = flag(
@@ -112,7 +117,12 @@ class MoEArgs:
     )
     """Multiply the chosen probabilities by this factor. Unset: 1."""
     moe_router_num_groups: int | None = flag(
-        None, restore="always", needs=("num_experts", "moe_router_group_topk"), bounds=">0", role="size"
+        None,
+        restore="always",
+        needs=("num_experts", "moe_router_group_topk"),
+        bounds=">0",
+        role="size",
+        demands=SelectionCapability.GROUPS,
     )
     """Number of groups that the experts are divided into for group-limited routing."""
     moe_router_group_topk: int | None = flag(
@@ -120,7 +130,12 @@ class MoEArgs:
     )
     """Number of groups that a token may choose its experts from."""
     moe_router_group_score_topk: int | None = flag(
-        None, restore="always", needs=("num_experts", "moe_router_group_topk"), bounds=">0", role="size"
+        None,
+        restore="always",
+        needs=("num_experts", "moe_router_group_topk"),
+        bounds=">0",
+        role="size",
+        demands=SelectionCapability.GROUPS,
     )
     """Number of a group's best experts whose scores sum to the score of the group; 1 as in DeepSeek-V2. Unset:
     --moe-router-topk divided by --moe-router-group-topk, as in Megatron-LM. A flag of this program."""

@@ -223,6 +223,10 @@ class Settings:
         text = message.format(*(mentions[dest] for dest in dests), **mentions, **values)
         return Violation(tuple(map(self.flag, mentions)), text, kind)
 
+    def words(self, mention: str) -> str:
+        """Return a template of `violation` that only names flags, in words."""
+        return self.violation(mention).message
+
     def note(self, line: str) -> None:
         """Record a one-line notice, once."""
         if line not in self.notes:

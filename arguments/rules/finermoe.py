@@ -6,7 +6,7 @@ effect on that choice is not defined (other groups, other scores) are rejected.
 
 from collections.abc import Iterator
 
-from arguments.demands import demands
+from arguments.demands import leading_demands
 from arguments.mechanisms.placement_kinds.declaration import PlacementCapability
 from arguments.mechanisms.placements import PLACEMENTS
 from arguments.mechanisms.selection_kinds.declaration import SelectionCapability
@@ -21,6 +21,7 @@ from arguments.mechanisms.selection_kinds.finermoe import (
 )
 from arguments.mechanisms.support import rejected_flags
 from arguments.rules.derived_sizes import DerivedSizes, balancing_types, divides, positive, quotient
+from arguments.rules.router import KERNELS
 from arguments.settings import Limit, Settings, Violation
 
 EXCLUDED = (
@@ -30,7 +31,6 @@ EXCLUDED = (
     ),
     ("moe_latent_size", "slices of latents are not defined"),
 )
-KERNELS = ("all", "router")
 
 
 def _is_finermoe(s: Settings) -> bool:
@@ -124,8 +124,9 @@ def limit_finermoe(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     is_on, dest = _is_finermoe(s), SLICES if s.given(SLICES) and not s.given(CUTS) else CUTS
     routing = tuple(
         (other, FINERMOE.reason(capability))
-        for other, capability in demands(SelectionCapability).items()
-        if FINERMOE.rejects(capability) and capability is not SelectionCapability.REPLAY
+        for other, capability in leading_demands(SelectionCapability).items()
+        if FINERMOE.rejects(capability)
+        and capability not in (SelectionCapability.REPLAY, SelectionCapability.OTHER_SCORES)
     )
     for other, why in (*routing, *rejected_flags(PLACEMENTS, PlacementCapability.OUTPUT_SLICES), *EXCLUDED):
         yield Limit(

@@ -11,7 +11,7 @@ from arguments.layer_pattern import hybrid_letters
 from arguments.mechanisms.captured_modules import CAPTURED_MODULES, LAYER, OF_FULL_LAYERS, GraphCapability, drawing
 from arguments.mechanisms.dispatchers import SELECTABLE, DispatcherCapability, get_dispatcher
 from arguments.mechanisms.format_kinds.declaration import FormatCapability
-from arguments.mechanisms.formats import QUANTIZED
+from arguments.mechanisms.formats import QUANTIZED, quantized_format
 from arguments.mechanisms.placement_kinds.declaration import PlacementCapability
 from arguments.mechanisms.placements import PLACEMENTS, get_placement
 from arguments.mechanisms.recomputed_modules import RECOMPUTED_MODULES, RecomputeCapability
@@ -20,12 +20,13 @@ from arguments.mechanisms.selections import SELECTIONS
 from arguments.mechanisms.sharding_kinds.declaration import ShardingCapability
 from arguments.mechanisms.shardings import SHARDINGS
 from arguments.mechanisms.support import keys_rejecting, keys_with, rejected_flags, rejecting
+from arguments.moe import is_padded_to_capacity
 from arguments.mtp import num_mtp_depths
 from arguments.rules.derived_sizes import DerivedSizes, as_list, moe_pattern
 from arguments.rules.packing import is_packed
 from arguments.settings import Limit, Settings, Violation
 from arguments.stored_weights import stored_weight_format
-from arguments.te_support import can_quantize_experts, fused_experts_problem
+from arguments.te_support import can_quantize_experts
 
 IMPL, MODULES = "cuda_graph_impl", "cuda_graph_modules"
 DROPLESS = tuple(each for each in SELECTABLE if each.supports(DispatcherCapability.DROPLESS_GRAPH))
@@ -62,10 +63,6 @@ def _not_captured(applies: object, part: str, dest: str, reason: str) -> Limit:
     )
 
 
-def _is_padded(s: Settings) -> bool:
-    return s.moe_expert_capacity_factor is not None and s.moe_pad_expert_input_to_capacity
-
-
 def has_fixed_receive_buffer(s: Settings) -> bool:
     """Return whether dropless experts receive into a buffer that a graph can hold: its size is fixed."""
     return s.moe_expert_rank_capacity_factor is not None and get_dispatcher(s).supports(
@@ -75,7 +72,12 @@ def has_fixed_receive_buffer(s: Settings) -> bool:
 
 def _iteration_varies(s: Settings) -> bool:
     """Return whether the full iteration is to be captured although experts receive varying numbers of tokens."""
-    if s.cuda_graph_impl != "full_iteration" or not s.num_experts or _is_padded(s) or has_fixed_receive_buffer(s):
+    if (
+        s.cuda_graph_impl != "full_iteration"
+        or not s.num_experts
+        or is_padded_to_capacity(s)
+        or has_fixed_receive_buffer(s)
+    ):
         return False
     pattern = moe_pattern(s.moe_layer_freq, s.num_layers)
     return pattern is None or any(pattern) or num_mtp_depths(s.values) > 0
@@ -101,7 +103,9 @@ def note_preprocess_not_captured(s: Settings, f: DerivedSizes) -> None:
     elif placement.dest is not None and not placement.supports(PlacementCapability.PREPROCESS_GRAPH):
         reason = f"{s.shown(placement.dest)} {placement.reason(PlacementCapability.PREPROCESS_GRAPH)}"
     elif not dispatcher.supports(DispatcherCapability.PREPROCESS_GRAPH) and (
-        s.moe_router_padding_for_quantization or s.moe_expert_capacity_factor is not None and not _is_padded(s)
+        s.moe_router_padding_for_quantization
+        or s.moe_expert_capacity_factor is not None
+        and not is_padded_to_capacity(s)
     ):
         reason = "the number of tokens depends on the routing"
     if reason is not None:
@@ -124,7 +128,10 @@ def limit_full_iteration_shapes(s: Settings, _f: DerivedSizes) -> Iterator[Limit
 def limit_full_layer_shapes(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
     has_experts = f.experts is not None and (f.moe_layers is None or any(f.moe_layers) or f.mtp_depths)
     yield Limit(
-        "layer" in captured_parts(s) and has_experts and not _is_padded(s) and not has_fixed_receive_buffer(s),
+        "layer" in captured_parts(s)
+        and has_experts
+        and not is_padded_to_capacity(s)
+        and not has_fixed_receive_buffer(s),
         "{cuda_graph_impl} without {cuda_graph_modules:flag} captures full layers, and the number of tokens per expert "
         "varies: use --moe-expert-capacity-factor with {moe_pad_expert_input_to_capacity:flag}, "
         f"--moe-expert-rank-capacity-factor with the {dropless_names()} dispatcher, or --cuda-graph-impl local "
@@ -139,7 +146,7 @@ def check_preprocess(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if not is_captured or not get_dispatcher(s).supports(DispatcherCapability.PREPROCESS_GRAPH):
         return
     text = "{cuda_graph_impl} cannot capture moe_preprocess with {}: it orders a fixed number of tokens."
-    if s.moe_expert_capacity_factor is not None and not _is_padded(s):
+    if s.moe_expert_capacity_factor is not None and not is_padded_to_capacity(s):
         yield s.violation(text, "moe_expert_capacity_factor", kind="later")
     if s.moe_router_padding_for_quantization:
         yield s.violation(text, "moe_router_padding_for_quantization", kind="later")
@@ -147,8 +154,11 @@ def check_preprocess(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
 
 def limit_dropless_experts(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
     """Reject what needs token counts on the host, or runs another microbatch between two parts of a graph."""
-    is_on = s.num_experts and "moe" in captured_parts(s) and has_fixed_receive_buffer(s) and not _is_padded(s)
-    stored, on_device = stored_weight_format(s, s), " and ".join(keys_with(QUANTIZED, FormatCapability.DEVICE_COUNTS))
+    is_on = (
+        s.num_experts and "moe" in captured_parts(s) and has_fixed_receive_buffer(s) and not is_padded_to_capacity(s)
+    )
+    fmt, stored = quantized_format(s), stored_weight_format(s, s)
+    on_device = " and ".join(keys_with(QUANTIZED, FormatCapability.DROPLESS_GRAPH))
     replaces_weights = stored is not None and stored.library_cannot_hold
     for dest, is_wrong, reason in (
         (
@@ -160,7 +170,8 @@ def limit_dropless_experts(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
             "use_transformer_engine_op_fuser",
             s.use_transformer_engine_op_fuser
             and can_quantize_experts(s, s, f.ep, replaces_weights=replaces_weights, fused=True)
-            and fused_experts_problem(s, s),
+            and fmt is not None
+            and fmt.rejects(FormatCapability.DROPLESS_GRAPH),
             f"they leave counts on the device only with the {on_device} recipes",
         ),
         ("moe_grouped_gemm", not s.moe_grouped_gemm, "the host reads the counts of experts that run one by one"),
@@ -169,7 +180,7 @@ def limit_dropless_experts(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
 
 
 def limit_padded_experts(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
-    is_on = s.num_experts and "moe" in captured_parts(s) and _is_padded(s)
+    is_on = s.num_experts and "moe" in captured_parts(s) and is_padded_to_capacity(s)
     for dest, reason in (
         *rejected_flags(PLACEMENTS, PlacementCapability.PADDED_GRAPH),
         ("moe_expert_rank_capacity_factor", "padding to capacity already fixes the number of tokens"),
@@ -184,12 +195,12 @@ def limit_padded_experts(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
         yield Limit(
             is_on and f.ep * f.etp > 1 and each is selected,
             f"{{cuda_graph_impl}} cannot capture moe with {each.mention}: {rejected.reason}. Leave one of the two out.",
-            kind="later",
+            kind=rejected.kind,
         )
 
 
 def limit_exchange_overlap(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
-    is_on = s.num_experts and "moe" in captured_parts(s) and (_is_padded(s) or has_fixed_receive_buffer(s))
+    is_on = s.num_experts and "moe" in captured_parts(s) and (is_padded_to_capacity(s) or has_fixed_receive_buffer(s))
     for module, rejected_overlap in rejecting(CAPTURED_MODULES, GraphCapability.EXCHANGE_OVERLAP):
         yield _not_captured(
             is_on
@@ -204,12 +215,12 @@ def limit_exchange_overlap(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
 
 def limit_router(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     is_on = s.num_experts and captured_parts(s) & {each.key for each in CAPTURED_MODULES if each.routes}
-    for each in (each for each in SELECTIONS if each.rejects(SelectionCapability.GRAPH)):
+    for each, rejected in rejecting(SELECTIONS, SelectionCapability.GRAPH):
         yield Limit(
             is_on and each.is_named(s),
-            f"{{cuda_graph_impl}} cannot capture moe_router with {each.mention}: "
-            f"{each.reason(SelectionCapability.GRAPH)}. Leave one of the two out.",
-            kind="later",
+            f"{{cuda_graph_impl}} cannot capture moe_router with {each.mention}: {rejected.reason}. Leave one of the "
+            "two out.",
+            kind=rejected.kind,
         )
     yield _not_captured(
         is_on and s.moe_router_force_biased is not None,
@@ -267,7 +278,7 @@ def limit_recompute(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
             module.key in recomputed and captured & {"moe_router", "moe_preprocess"} and LAYER not in captured,
             f"{{cuda_graph_impl}} cannot capture moe_router with {module.mention}: {rejected.reason}. Leave one of the "
             "two out.",
-            kind="later",
+            kind=rejected.kind,
         )
 
 

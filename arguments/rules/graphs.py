@@ -6,6 +6,7 @@ from arguments.layer_pattern import mixing_sublayers
 from arguments.mechanisms.captured_modules import CAPTURED_MODULES
 from arguments.mechanisms.layer_modules import named, unaccompanied, unknown_names
 from arguments.mechanisms.sublayers import MAMBA
+from arguments.moe import is_padded_to_capacity
 from arguments.rules.derived_sizes import DerivedSizes
 from arguments.rules.graph_limits import dropless_names, has_fixed_receive_buffer, module_names
 from arguments.rules.recompute import absent_parts
@@ -83,8 +84,7 @@ def check_expert_modules(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     modules = module_names(s.cuda_graph_modules)
     if s.cuda_graph_impl == "none":
         return
-    padded = s.moe_expert_capacity_factor is not None and s.moe_pad_expert_input_to_capacity
-    if "moe" in modules and not padded and not has_fixed_receive_buffer(s):
+    if "moe" in modules and not is_padded_to_capacity(s) and not has_fixed_receive_buffer(s):
         yield s.violation(
             "{cuda_graph_modules:flag} moe needs {moe_expert_capacity_factor:flag} and "
             "{moe_pad_expert_input_to_capacity:flag}, or {moe_expert_rank_capacity_factor:flag} with "

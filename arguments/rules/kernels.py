@@ -38,10 +38,9 @@ def _unused_reason(name: str, s: Settings, f: DerivedSizes) -> str | None:
     if name == "quantize" and not quantised:
         return f"without {' or '.join(s.flag(flags.name) for flags in FLAGS)}"
     selection = get_selection(s)
-    if (
-        name == "router" and selection.ignores(SelectionCapability.OUR_KERNEL) and s.moe_z_loss_coeff is None
-    ):  # that loss has a kernel
-        return f"there is no kernel for {s.flag('moe_router_load_balancing_type')} {selection.balancing}"
+    has_kernel = s.moe_z_loss_coeff is not None or not selection.ignores(SelectionCapability.OUR_KERNEL)
+    if name == "router" and not has_kernel:
+        return f"there is no kernel for {s.words(selection.mention)}"
     if name == "permute" and (reason := _unused_permutation_reason(s, f)):
         return reason
     of_sublayers = {each.kernel: each for each in SUBLAYERS if each.kernel}

@@ -9,8 +9,9 @@ from types import MappingProxyType
 
 from arguments.layer_pattern import mention_delta_rule
 from arguments.mechanisms.formats import FLAGS, TOKEN_MULTIPLE, list_widths, quantized_format
-from arguments.mechanisms.selection_kinds.declaration import BALANCING, SelectionCapability
+from arguments.mechanisms.selection_kinds.declaration import SelectionCapability
 from arguments.mechanisms.selections import SELECTIONS
+from arguments.mechanisms.support import rejecting
 from arguments.mock_lengths import read_mock_lengths
 from arguments.parallel import packed_alignment, sequence_padding_multiple
 from arguments.rules.derived_sizes import DerivedSizes, divides, positive
@@ -171,11 +172,11 @@ def check_documents(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
 # Limits.
 
 
-def rejected_balancing(s: Settings) -> Iterator[tuple[str, str, bool, str]]:
-    """Yield (destination, text, whether it is asked for, reason) of balancing that is not defined with padding."""
-    for each in SELECTIONS:
-        if each.rejects(SelectionCapability.PADDING):
-            yield BALANCING, f"{{:flag}} {each.balancing}", each.is_named(s), each.reason(SelectionCapability.PADDING)
+def rejected_selections(s: Settings, is_on: object, samples: str) -> Iterator[Limit]:
+    """List selections that are not defined with padding; `samples` has it."""
+    for each, rejected in rejecting(SELECTIONS, SelectionCapability.PADDING):
+        message = f"{each.mention} is not implemented with {samples}: {rejected.reason}."
+        yield Limit(is_on and each.is_named(s), message, kind=rejected.kind)
 
 
 def limit_packing(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
@@ -193,10 +194,10 @@ def limit_packing(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
             "ranks would run different numbers of chunks",
         ),
         ("record_step", "{}", s.record_step is not None, "a record has samples of equal length"),
-        *rejected_balancing(s),
     ):
         message = f"{what} is not implemented with packed sequences ({{use_varlen_dataset:flag}}): {reason}."
         yield Limit(is_packed(s) and is_on, message, (dest,), kind="later")
+    yield from rejected_selections(s, is_packed(s), "packed sequences ({use_varlen_dataset:flag})")
 
 
 def limit_graphs(s: Settings, f: DerivedSizes) -> Iterator[Limit]:

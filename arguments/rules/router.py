@@ -1,15 +1,10 @@
 """Which layers have experts, how tokens choose them, and how the choice is balanced."""
 
 from collections.abc import Iterator
-from types import MappingProxyType
 
-from arguments.demands import demands
-from arguments.mechanisms.selection_kinds.declaration import (
-    BALANCING,
-    UPSTREAM,
-    SelectionCapability,
-    SelectionDeclaration,
-)
+from arguments.container import OPTIONS
+from arguments.demands import demands, leading_demands
+from arguments.mechanisms.selection_kinds.declaration import UPSTREAM, SelectionCapability, SelectionDeclaration
 from arguments.mechanisms.selections import (
     BALANCING_KINDS,
     NO_BALANCING,
@@ -21,6 +16,8 @@ from arguments.rules.derived_sizes import DerivedSizes, as_list, balancing_types
 from arguments.settings import Limit, Settings, Violation
 
 MANY_EXPERTS = 32
+KERNELS = ("all", "router")
+"""Values of --triton-kernels that ask for kernels of the router."""
 
 
 # Derived values.
@@ -191,17 +188,16 @@ def check_selecting_balancing_alone(s: Settings, f: DerivedSizes) -> Iterator[Vi
 def check_selecting_balancing_coeff(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     selections = [each for each in named_selections(s) if each.rejects(SelectionCapability.LOSSES)]
     if f.experts and selections and any(as_list(s.moe_aux_loss_coeff)):
-        yield s.violation(
-            f"{{moe_aux_loss_coeff}} must be 0 with {selections[0].mention}, which "
-            f"{selections[0].reason(SelectionCapability.LOSSES)}."
-        )
+        why = selections[0].because(SelectionCapability.LOSSES)
+        yield s.violation(f"{{moe_aux_loss_coeff}} must be 0 with {selections[0].mention}{why}.")
 
 
 def check_selections(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     """Check what selections reject in Megatron-LM too."""
     for each in named_selections(s) if f.experts else ():
-        for dest, capability in demands(SelectionCapability).items():
-            if each.capabilities[capability] is UPSTREAM and getattr(s, dest):
+        for dest, capability in leading_demands(SelectionCapability).items():
+            is_given = getattr(s, dest) and getattr(s, dest) != s.default(dest)
+            if is_given and each.capabilities[capability] == UPSTREAM:
                 yield s.violation(f"{each.mention} cannot be combined with {{}}.", dest)
 
 
@@ -209,28 +205,29 @@ def limit_selections(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
     """List what selections reject here: weights or a choice for which they are not defined."""
     for each in (each for each in SELECTIONS if not each.lists_limits):
         is_on = f.experts is not None and each.is_named(s)
-        for capability in filter(each.rejects, (SelectionCapability.OTHER_SCORES,)):
-            yield Limit(
-                is_on and s.moe_router_score_function != "softmax",
-                f"{each.mention} cannot be combined with {{moe_router_score_function}}: {each.reason(capability)}.",
-            )
         for dest, capability in _rejected_flags(each):
-            yield Limit(is_on and s.values[dest] != s.default(dest), _combination(each, capability), (dest,))
+            yield Limit(is_on and s.values[dest] != s.default(dest), _combination(each, dest, capability), (dest,))
+        for name in KERNELS if each.rejects(SelectionCapability.OUR_KERNEL) else ():
+            yield Limit(
+                is_on and name in s.triton_kernels,
+                f"{{triton_kernels:flag}} {name} cannot be combined with {each.mention}"
+                f"{each.because(SelectionCapability.OUR_KERNEL)}.",
+            )
 
 
 def _rejected_flags(selection: SelectionDeclaration) -> Iterator[tuple[str, SelectionCapability]]:
     """Yield what this program rejects, by destination."""
-    for dest, capability in demands(SelectionCapability).items():
-        if selection.rejects(capability) and selection.capabilities[capability] is not UPSTREAM:
+    for dest, capability in leading_demands(SelectionCapability).items():
+        if selection.rejects(capability) and selection.capabilities[capability] != UPSTREAM:
             yield dest, capability
 
 
-def _combination(selection: SelectionDeclaration, capability: SelectionCapability) -> str:
+def _combination(selection: SelectionDeclaration, dest: str, capability: SelectionCapability) -> str:
     """Return the text of a limit whose destination is the flag that demands a capability."""
-    why = selection.reason(capability)
+    flag, why = "{}" if OPTIONS[dest].choices else "{:flag}", selection.because(capability)
     if selection.balancing is not None:
-        return f"{{:flag}} cannot be combined with {selection.mention}, which {why}."
-    return f"{selection.mention} cannot be combined with {{:flag}}: {why}."
+        return f"{flag} cannot be combined with {selection.mention}{why}."
+    return f"{selection.mention} cannot be combined with {flag}{why}."
 
 
 def check_routing_replay(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
@@ -247,24 +244,15 @@ def limit_routing_replay(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
     )
 
 
-SCORING = MappingProxyType(
-    {
-        "moe_router_score_function": SelectionCapability.OTHER_SCORES,
-        "moe_router_pre_softmax": SelectionCapability.PRE_SOFTMAX,
-        "moe_router_num_groups": SelectionCapability.GROUPS,
-        "moe_router_group_topk": SelectionCapability.GROUPS,
-        "moe_router_group_score_topk": SelectionCapability.GROUPS,
-        "moe_router_topk_scaling_factor": SelectionCapability.SCALING_FACTOR,
-        "moe_router_enable_expert_bias": SelectionCapability.EXPERT_BIAS,
-    }
-)
-"""How scores become weights and a choice."""
-
-
-def note_ignored_scoring(s: Settings, f: DerivedSizes) -> None:
-    given = [dest for dest in SCORING if f.experts and s.given(dest) and getattr(s, dest)]
-    for each in of_balancing(balancing_types(s)):
-        ignored = [dest for dest in given if each.ignores(SCORING[dest])]
-        for why in dict.fromkeys(each.reason(SCORING[dest]) for dest in ignored):
-            shown = ", ".join(s.shown(dest) for dest in ignored if each.reason(SCORING[dest]) == why)
-            s.note(f"{shown}: no effect with {s.flag(BALANCING)} {each.balancing}, which {why}.")
+def note_ignored_flags(s: Settings, f: DerivedSizes) -> None:
+    """Note flags that a selection of all layers accepts and does not read; where it has only some, others read them."""
+    given = [
+        (dest, capability)
+        for dest, capability in demands(SelectionCapability).items()
+        if f.experts and s.given(dest) and getattr(s, dest)
+    ]
+    for each in (each for each in named_selections(s) if each.num_layers is None):
+        ignored = [(s.shown(dest), each.because(capability)) for dest, capability in given if each.ignores(capability)]
+        for why in dict.fromkeys(why for _, why in ignored):
+            shown = ", ".join(flag for flag, reason in ignored if reason == why)
+            s.note(f"{shown}: no effect with {s.words(each.mention)}{why}.")

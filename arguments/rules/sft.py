@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from arguments.rules.data import SPLIT_PATHS
 from arguments.rules.derived_sizes import DerivedSizes, as_list
-from arguments.rules.packing import rejected_balancing, sequences_flag
+from arguments.rules.packing import rejected_selections, sequences_flag
 from arguments.settings import Limit, Settings, Violation
 
 SFT_TOKENIZER = "SFTTokenizer"
@@ -66,7 +66,7 @@ def limit_padded_rows(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     for dest, what, is_on, reason in (
         ("cuda_graph_impl", "{}", s.cuda_graph_impl != "none", "a CUDA graph does not know which tokens are padding"),
         ("dsa_indexer_loss_coeff", "{}", bool(s.dsa_indexer_loss_coeff), "the mean of that loss counts padding"),
-        *rejected_balancing(s),
     ):
         message = f"{what} is not implemented with {{varlen_sbhd_validation:flag}}: {reason}."
         yield Limit(bool(is_padded and is_on), message, (dest,), kind="later")
+    yield from rejected_selections(s, is_padded, "{varlen_sbhd_validation:flag}")

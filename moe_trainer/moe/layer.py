@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from arguments.model import ModelArgs
-from arguments.moe import MoEArgs
+from arguments.moe import MoEArgs, is_padded_to_capacity
 from moe_trainer.layers.init import hidden_init, residual_init
 from moe_trainer.layers.layer_factory import LayerFactory
 from moe_trainer.layers.pass_inputs import PLAIN_PASS, PassInputs
@@ -30,7 +30,7 @@ from moe_trainer.moe.experts import Experts, SharedExperts
 from moe_trainer.moe.placement.build import build_placement
 from moe_trainer.moe.placement.own import PlacedRouting
 from moe_trainer.moe.receive.build import build_receive_policy
-from moe_trainer.moe.receive.capacity import CountsFn, counts_before_routing, is_padded_to_capacity, unknown_counts
+from moe_trainer.moe.receive.capacity import CountsFn, counts_before_routing, unknown_counts
 from moe_trainer.moe.receive.padding import pad_routing, unpadded
 from moe_trainer.moe.router import TopKRouter
 from moe_trainer.parallel.mappings import gather_rows_replicated, scatter_rows_to_group

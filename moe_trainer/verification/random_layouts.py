@@ -263,7 +263,7 @@ def _drawn_balancing(rng: random.Random, selection: SelectionDeclaration, values
     excluded_by = [dest for dest, capability in demands(SelectionCapability).items() if selection.rejects(capability)]
     if selection.rejects(SelectionCapability.CAPACITY):
         excluded_by.append("moe_expert_capacity_factor")
-    if any(values.get(dest) for dest in excluded_by) or not _chance(rng, 0.2):
+    if any(values.get(dest) not in (None, OPTIONS[dest].default) for dest in excluded_by) or not _chance(rng, 0.2):
         return {}
     return {
         "moe_router_load_balancing_type": [selection.balancing],

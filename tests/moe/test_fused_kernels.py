@@ -146,7 +146,6 @@ def test_older_te_without_the_kernel_falls_back(fake_transformer_engine):
     ("changes", "reason"),
     [
         ({"moe_router_dtype": "fp64"}, "--moe-router-dtype is fp64"),
-        ({"moe_router_load_balancing_type": "sinkhorn"}, "sinkhorn"),
         (
             {"moe_router_num_groups": 4, "moe_router_group_topk": 1, "moe_router_group_score_topk": 1},
             "--moe-router-group-score-topk 1",
@@ -157,3 +156,10 @@ def test_unsupported_router_settings_use_no_kernel(fake_transformer_engine, capl
     with caplog.at_level(logging.INFO):
         assert select_fused_topk(sections(moe_router_fusion=True, **changes).moe, CUDA) is None
     assert reason in caplog.text
+
+
+def test_selection_that_ignores_the_kernel_needs_no_library(without_te, caplog):
+    moe = sections(moe_router_fusion=True, moe_router_load_balancing_type="sinkhorn").moe
+    typed = BackendPolicy(typed=frozenset({"moe_router_fusion"}), cuda=True)
+    with caplog.at_level(logging.INFO):
+        assert select_fused_topk(moe, typed) is None and not caplog.messages

@@ -3,6 +3,7 @@
 import inspect
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 from moe.layers import build_layer, sections
@@ -14,8 +15,8 @@ from arguments.container import OPTIONS
 from arguments.demands import demands
 from arguments.mechanisms import selections as declared
 from arguments.mechanisms.selection_kinds.declaration import BALANCING, SelectionCapability
-from arguments.mechanisms.selections import HASH, REPLAY, SELECTIONS, TOPK, get_selection
-from arguments.mechanisms.support import Rejected, support_among
+from arguments.mechanisms.selections import HASH, REPLAY, SELECTIONS, SINKHORN, TOPK, get_selection
+from arguments.mechanisms.support import NoEffect, Rejected, support_among
 from arguments.moe import MoEArgs
 from arguments.parse import resolve_command_line
 from moe_trainer.declared_module import load_module
@@ -140,10 +141,103 @@ def test_page_of_capabilities_rejects_two_selections_as_the_program_does():
 def test_every_capability_is_demanded():
     """By a flag or by a rule that asks for it; others need no declaration."""
     rules = "".join(path.read_text() for path in source_files("arguments/rules"))
-    asked = {each for each in SelectionCapability if f"(SelectionCapability.{each.name})" in rules}
-    assert {*asked, *demands(SelectionCapability).values(), SelectionCapability.OTHER_SCORES} == set(
-        SelectionCapability
+    asked = {each for each in SelectionCapability if f"SelectionCapability.{each.name})" in rules}
+    assert {*asked, *demands(SelectionCapability).values()} == set(SelectionCapability)
+
+
+ASKED = {
+    "moe_router_pre_softmax": "--moe-router-pre-softmax",
+    "moe_router_topk_scaling_factor": "--moe-router-topk-scaling-factor 2.5",
+    "moe_router_num_groups": "--moe-router-num-groups 4",
+    "moe_router_group_topk": "--moe-router-group-topk 2",
+    "moe_router_group_score_topk": "--moe-router-group-score-topk 1",
+    "moe_router_score_function": "--moe-router-score-function sigmoid",
+    "moe_router_enable_expert_bias": "--moe-router-enable-expert-bias",
+    "moe_router_fusion": "--moe-router-fusion",
+}
+
+
+@pytest.mark.parametrize("selection", SELECTIONS, ids=lambda each: each.key)
+def test_flag_without_effect_is_accepted_with_a_note(selection):
+    """Where a selection has only some layers, the others read the flag."""
+    ignored = {dest for dest, each in demands(SelectionCapability).items() if selection.ignores(each)}
+    if selection.num_layers is not None or not ignored:
+        return
+    assert ignored <= set(ASKED)
+    argv = [*TINY[:-4], f"--{BALANCING}".replace("_", "-"), selection.balancing]
+    settings, _ = resolve_command_line(argv, 1)
+    silent = settings.lines()
+    for dest in ignored:
+        settings, found = resolve_command_line([*argv, *ASKED[dest].split()], 1)
+        assert not [each.message for each in found if selection.balancing in each.message]
+        said = [line for line in settings.lines() if line not in silent and line.startswith(ASKED[dest])]
+        assert any(": no effect with" in line and selection.balancing in line for line in said), (dest, said)
+
+
+@pytest.mark.parametrize("support", [True, NoEffect("it balances")])
+def test_balancing_that_takes_coefficients_of_losses_is_an_error(support):
+    with pytest.raises(TypeError, match="sinkhorn balancing must say why LOSSES are rejected"):
+        replace(SINKHORN, capabilities={**SINKHORN.capabilities, SelectionCapability.LOSSES: support})
+
+
+BY_A_FLAG = """
+FLAGGED = SelectionDeclaration(
+    key="flagged",
+    name="the toy of a flag",
+    mention="{moe_router_bias_update_rate}",
+    asked=lambda moe: moe.moe_router_bias_update_rate == 0.5,
+    capabilities=dict.fromkeys(SelectionCapability, Rejected("it is a toy"))
+    | {SelectionCapability.EXPERT_BIAS: NoEffect("it has no bias"), SelectionCapability.SPARSEMIXER: True}
+    | {SelectionCapability.PRE_SOFTMAX: Rejected("as in Megatron-LM")},
+)
+SELECTIONS: tuple[SelectionDeclaration, ...] = (
+    FLAGGED,
+"""
+RULES = """
+import json, sys
+from arguments.parse import resolve_command_line
+settings, found = resolve_command_line(sys.argv[1:], 1)
+kinds = {each.kind for each in found if sys.argv[-1] in each.message}
+print(json.dumps([sorted(each.message for each in found), settings.lines(), sorted(kinds)]))
+"""
+DEMANDING = (
+    "--moe-router-enable-expert-bias --moe-router-load-balancing-type aux_loss "
+    "--moe-aux-loss-coeff 0.1 --moe-expert-capacity-factor 1.5 --moe-router-score-function sigmoid "
+    "--moe-router-pre-softmax --moe-router-num-groups 4 --moe-router-group-topk 2 --triton-kernels router "
+    "--use-varlen-dataset --cuda-graph-impl local --cuda-graph-modules moe_router "
+    "--moe-router-bias-update-rate 0.5"
+).split()
+
+
+def test_rules_know_a_new_selection_that_a_flag_asks_for(tmp_path):
+    """Not a value of --moe-router-load-balancing-type."""
+    link_sources(
+        tmp_path,
+        {
+            "arguments/mechanisms/selections.py": lambda text: text.replace(
+                "import ExpertSplit, SelectionCapability, SelectionDeclaration\n",
+                IMPORTS.replace("import Rejected", "import NoEffect, Rejected"),
+                1,
+            ).replace("SELECTIONS: tuple[SelectionDeclaration, ...] = (\n", BY_A_FLAG.lstrip(), 1)
+        },
     )
+    done = run_linked(tmp_path, "-c", RULES, *TINY[:-4], *DEMANDING)
+    assert done.returncode == 0, done.stderr
+    rejected, notes, kinds = json.loads(done.stdout)
+    rate = "--moe-router-bias-update-rate 0.5"
+    graphs = "--cuda-graph-impl local cannot capture moe_router with"
+    assert [each for each in rejected if rate in each] == [
+        f"{graphs} {rate}: it is a toy. Leave one of the two out.",
+        f"--moe-aux-loss-coeff 0.1 must be 0 with {rate}: it is a toy.",
+        f"--moe-expert-capacity-factor 1.5 cannot be combined with {rate}: it is a toy.",
+        f"{rate} cannot be combined with --moe-router-group-topk: it is a toy.",
+        f"{rate} cannot be combined with --moe-router-pre-softmax.",
+        f"{rate} cannot be combined with --moe-router-score-function sigmoid: it is a toy.",
+        f"{rate} is not implemented with packed sequences (--use-varlen-dataset): it is a toy.",
+        f"--triton-kernels router cannot be combined with {rate}: it is a toy.",
+    ]
+    assert f"--moe-router-enable-expert-bias: no effect with {rate}: it has no bias." in notes
+    assert kinds == ["rule"]  # as it declares
 
 
 def test_new_selection_needs_a_declaration_and_a_module(tmp_path):

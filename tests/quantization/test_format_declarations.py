@@ -11,6 +11,7 @@ from arguments.mechanisms import formats
 from arguments.mechanisms.format_kinds.declaration import CUSTOM, FormatCapability
 from arguments.mechanisms.formats import FLAGS, QUANTIZED, of_width, quantized_format
 from arguments.mechanisms.support import NoEffect, Rejected
+from arguments.parse import resolve_command_line
 from arguments.precision import PrecisionArgs
 from arguments.stored_weights import stored_weight_format
 from moe_trainer.estimate.hardware import Hardware
@@ -18,6 +19,12 @@ from moe_trainer.quantization import formats as modules
 from moe_trainer.quantization.quantize import FP32
 from moe_trainer.quantization.recipe import make_recipe
 
+DROPLESS_GRAPH = (
+    "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
+    "--num-experts 8 --disable-bias-linear --swiglu --bf16 --micro-batch-size 1 --moe-grouped-gemm "
+    "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep --moe-expert-rank-capacity-factor 1.5 "
+    "--transformer-impl transformer_engine --use-transformer-engine-op-fuser --cuda-graph-impl full_iteration"
+)
 MADE = tuple(each for each in QUANTIZED if each.key != CUSTOM)
 
 
@@ -60,6 +67,17 @@ def test_recipes_are_what_is_declared(fmt):
     assert recipe.weight_class.elements_per_byte == 8 // fmt.flags.bits
     if recipe.weight.scales != FP32 and recipe.weight.rows == 1:  # a byte for each scale
         assert fmt.copy_bytes == fmt.flags.bits / 8 + 1 / recipe.weight.cols
+
+
+@pytest.mark.parametrize("fmt", QUANTIZED, ids=lambda fmt: f"{fmt.flags.name} {fmt.key}")
+def test_graphs_of_dropless_experts_accept_the_op_fuser_as_declared(fmt):
+    width = fmt.flags.name.replace("_", "-")
+    argv = f"{DROPLESS_GRAPH} --{width}-format {fmt.flags.values[0]} --{width}-recipe {fmt.key}".split()
+    argv += [f"--{width}-quantizer-factory", "a.b"] if fmt.is_custom else []
+    found = resolve_command_line(argv, 1)[1]
+    kinds = [each.kind for each in found if "cannot capture dropless experts" in each.message]
+    support = fmt.capabilities[FormatCapability.DROPLESS_GRAPH]
+    assert kinds == ([support.kind] if isinstance(support, Rejected) else [])
 
 
 def test_a_declaration_says_everything():

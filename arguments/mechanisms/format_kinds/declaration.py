@@ -5,12 +5,14 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
 
-from arguments.mechanisms.support import Mechanism, Support
+from arguments.mechanisms.support import Mechanism, Rejected, Support
 
 CUSTOM = "custom"
 """Value of the flag of recipes with which a user's function chooses the formats."""
 BLOCK_SCALE_BYTES = 12
 """Scale of a block of a stored weight, its inverse, and the largest magnitude that both are computed from."""
+
+COUNTS_ON_HOST = Rejected("TransformerEngine reads token counts on the host", "later")
 
 
 class FormatCapability(Enum):
@@ -18,6 +20,7 @@ class FormatCapability(Enum):
 
     LIBRARY_GEMMS = "`--transformer-impl transformer_engine`, for GEMMs"
     DEVICE_COUNTS = "`--use-transformer-engine-op-fuser`, without token counts on the host"
+    DROPLESS_GRAPH = "`--use-transformer-engine-op-fuser`, in CUDA graphs of dropless experts"
     OUTPUT_LAYER = "`--fp8-output-proj`"
     PRECISION_FILE = "`--te-precision-config-file`"
     RECOMPUTED_INPUTS = "`--recompute-modules moe_act`, `layernorm`"

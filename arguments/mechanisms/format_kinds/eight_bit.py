@@ -4,6 +4,7 @@ from types import MappingProxyType
 
 from arguments.mechanisms.format_kinds.declaration import (
     BLOCK_SCALE_BYTES,
+    COUNTS_ON_HOST,
     CUSTOM,
     FormatCapability,
     FormatDeclaration,
@@ -50,6 +51,7 @@ DELAYED = FormatDeclaration(
                 "per iteration, equal for every mapping and with recompute, and saved in checkpoints"
             ),
             FormatCapability.DEVICE_COUNTS: _reads_counts_on_host("delayed"),
+            FormatCapability.DROPLESS_GRAPH: NoEffect("experts are this program's, which read counts on the device"),
             FormatCapability.OUTPUT_LAYER: _NOT_THE_OUTPUT_LAYER,
             FormatCapability.PRECISION_FILE: True,
             FormatCapability.RECOMPUTED_INPUTS: Rejected("delayed scaling would see the values twice"),
@@ -71,6 +73,7 @@ TENSORWISE = FormatDeclaration(
         {
             FormatCapability.LIBRARY_GEMMS: True,
             FormatCapability.DEVICE_COUNTS: _reads_counts_on_host("tensorwise"),
+            FormatCapability.DROPLESS_GRAPH: COUNTS_ON_HOST,
             FormatCapability.OUTPUT_LAYER: _NOT_THE_OUTPUT_LAYER,
             FormatCapability.PRECISION_FILE: True,
             FormatCapability.RECOMPUTED_INPUTS: True,
@@ -99,6 +102,7 @@ BLOCKWISE = FormatDeclaration(
         {
             FormatCapability.LIBRARY_GEMMS: True,
             FormatCapability.DEVICE_COUNTS: _reads_counts_on_host("blockwise"),
+            FormatCapability.DROPLESS_GRAPH: COUNTS_ON_HOST,
             FormatCapability.OUTPUT_LAYER: _NOT_THE_OUTPUT_LAYER,
             FormatCapability.PRECISION_FILE: True,
             FormatCapability.RECOMPUTED_INPUTS: True,
@@ -122,6 +126,7 @@ MXFP8 = FormatDeclaration(
         {
             FormatCapability.LIBRARY_GEMMS: True,
             FormatCapability.DEVICE_COUNTS: True,
+            FormatCapability.DROPLESS_GRAPH: True,
             FormatCapability.OUTPUT_LAYER: True,
             FormatCapability.PRECISION_FILE: True,
             FormatCapability.RECOMPUTED_INPUTS: True,
@@ -141,6 +146,7 @@ FP8_CUSTOM = FormatDeclaration(
         {
             FormatCapability.LIBRARY_GEMMS: True,
             FormatCapability.DEVICE_COUNTS: _reads_counts_on_host(CUSTOM),
+            FormatCapability.DROPLESS_GRAPH: COUNTS_ON_HOST,
             FormatCapability.OUTPUT_LAYER: _NOT_THE_OUTPUT_LAYER,
             FormatCapability.PRECISION_FILE: Rejected("both choose the formats"),
             FormatCapability.RECOMPUTED_INPUTS: True,

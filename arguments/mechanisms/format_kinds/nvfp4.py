@@ -4,6 +4,7 @@ from types import MappingProxyType
 
 from arguments.mechanisms.format_kinds.declaration import (
     BLOCK_SCALE_BYTES,
+    COUNTS_ON_HOST,
     CUSTOM,
     FormatCapability,
     FormatDeclaration,
@@ -37,6 +38,7 @@ NVFP4 = FormatDeclaration(
         {
             FormatCapability.LIBRARY_GEMMS: True,
             FormatCapability.DEVICE_COUNTS: True,
+            FormatCapability.DROPLESS_GRAPH: True,
             FormatCapability.OUTPUT_LAYER: Rejected("as in Megatron-LM"),
             FormatCapability.PRECISION_FILE: True,
             FormatCapability.RECOMPUTED_INPUTS: True,
@@ -62,6 +64,7 @@ FP4_CUSTOM = FormatDeclaration(
         {
             FormatCapability.LIBRARY_GEMMS: True,
             FormatCapability.DEVICE_COUNTS: NoEffect(f"TransformerEngine reads them on the host with {CUSTOM} scaling"),
+            FormatCapability.DROPLESS_GRAPH: COUNTS_ON_HOST,
             FormatCapability.OUTPUT_LAYER: Rejected("as in Megatron-LM"),
             FormatCapability.PRECISION_FILE: Rejected("both choose the formats"),
             FormatCapability.RECOMPUTED_INPUTS: True,

@@ -6,7 +6,7 @@ from enum import Enum
 from random import Random
 from typing import Any, ClassVar, Literal
 
-from arguments.mechanisms.support import Mechanism, Rejected, Support
+from arguments.mechanisms.support import Mechanism, NoEffect, Rejected, Support
 
 BALANCING = "moe_router_load_balancing_type"
 UPSTREAM = Rejected("as in Megatron-LM")
@@ -136,6 +136,18 @@ class SelectionDeclaration(Mechanism[SelectionCapability]):
 
     def __post_init__(self):
         self.check_declares_all(SelectionCapability)
+        losses = self.capabilities[SelectionCapability.LOSSES]
+        if isinstance(losses, NoEffect) or losses is True and self.balancing is not None:
+            raise TypeError(
+                f"the declaration of {self.name} must say why LOSSES are rejected: they have an effect with every "
+                "selection, unless it balances by itself"
+            )
+
+    def because(self, capability: SelectionCapability) -> str:
+        """Return why a capability does not act, to follow `mention`: reasons of balancing begin with a verb."""
+        if self.capabilities[capability] == UPSTREAM:
+            return f", {UPSTREAM.reason}"
+        return f"{': ' if self.balancing is None else ', which '}{self.reason(capability)}"
 
     def is_named(self, moe: Any) -> bool:
         """Return whether flags ask for it, be it together with what excludes it."""

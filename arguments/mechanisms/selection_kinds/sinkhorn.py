@@ -25,7 +25,7 @@ SINKHORN = SelectionDeclaration(
             SelectionCapability.SCALING_FACTOR: _SCORES,
             SelectionCapability.GROUPS: _SCORES,
             SelectionCapability.HASH_LAYERS: True,
-            SelectionCapability.FUSED_KERNEL: NoEffect("the kernel does not normalize logits over tokens"),
+            SelectionCapability.FUSED_KERNEL: NoEffect("normalizes logits over tokens, unlike the kernel"),
             SelectionCapability.OTHER_SCORES: _SCORES,
             SelectionCapability.EXPERT_BIAS: _SCORES,
             SelectionCapability.REPLAY: _BALANCES,

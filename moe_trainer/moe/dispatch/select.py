@@ -155,9 +155,9 @@ def select_fused_topk(moe: MoEArgs, backends: BackendPolicy, kernels: Kernels | 
         our_kernel = partial(our_kernel, group_score_topk=scored)
     if our_kernel is not None and ("triton_kernels" in backends.typed or not moe.moe_router_fusion):
         return our_kernel
-    if not moe.moe_router_fusion:
-        return None
     limitation, selection = None, get_selection(moe)
+    if not moe.moe_router_fusion or selection.ignores(SelectionCapability.FUSED_KERNEL):
+        return our_kernel
     if moe.moe_router_dtype == "fp64":
         limitation = "the kernel computes in fp32, and --moe-router-dtype is fp64"
     elif not selection.supports(SelectionCapability.FUSED_KERNEL):

@@ -9,16 +9,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from arguments.moe import MoEArgs
+from arguments.moe import MoEArgs, is_padded_to_capacity
 from moe_trainer.moe.dispatch.base import CacheFn, KnownCounts, no_cache
 
 CountsFn = Callable[[int], KnownCounts | None]
 """From the number of a rank's tokens to what the host knows of their counts before it reads the routing."""
-
-
-def is_padded_to_capacity(moe: MoEArgs) -> bool:
-    """Return whether every expert gets as many tokens as its capacity."""
-    return moe.moe_pad_expert_input_to_capacity and moe.moe_expert_capacity_factor is not None
 
 
 def unknown_counts(num_tokens: int) -> None:

@@ -21,8 +21,6 @@ from moe_trainer.moe.selections.selection import ExpertSelection, RoutingInputs,
 from moe_trainer.parallel.collectives import all_gather_flat, all_reduce
 from moe_trainer.parallel.state import ParallelState
 
-KIND = "quantile_balancing"
-
 
 def choose_and_estimate(logits_ME: Tensor, topk: int, bias_E: Tensor, estimate: bool) -> tuple[Tensor, Tensor | None]:
     """Return indices_MK by biased logits, and with `estimate` the bias [E] that would balance the experts."""
