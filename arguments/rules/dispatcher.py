@@ -26,7 +26,7 @@ from arguments.mechanisms.implementations import get_implementation
 from arguments.mechanisms.layer_modules import named
 from arguments.mechanisms.offloaded_modules import OFFLOADED_MODULES, OffloadCapability
 from arguments.mechanisms.selection_kinds.declaration import SelectionCapability
-from arguments.mechanisms.selections import balancing_with, named_selections
+from arguments.mechanisms.selections import balancing_with
 from arguments.mechanisms.support import keys_rejecting, rejecting
 from arguments.rules.derived_sizes import DerivedSizes, as_list, balancing_types, positive
 from arguments.rules.graph_limits import captured_parts
@@ -184,10 +184,6 @@ def check_capacity_balancing(s: Settings, f: DerivedSizes) -> Iterator[Violation
             accepted=", ".join(accepted),
             kinds=" ".join(balancing_types(s)),
         )
-    for each in (each for each in named_selections(s) if each.balancing is None):
-        if each.rejects(SelectionCapability.CAPACITY):
-            why = each.because(SelectionCapability.CAPACITY)
-            yield s.violation(f"{{moe_expert_capacity_factor}} cannot be combined with {each.mention}{why}.")
 
 
 def check_padding_needs_capacity(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:

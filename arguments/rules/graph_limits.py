@@ -55,6 +55,7 @@ def _graph_flag(s: Settings) -> str:
 
 
 def _not_captured(applies: object, part: str, dest: str, reason: str) -> Limit:
+    """Return the limit of a flag, which graphs may hold later, whatever declarations say of it in other words."""
     return Limit(
         applies,
         f"{{cuda_graph_impl}} cannot capture {part} with {{}}: {reason}. Leave one of the two out.",

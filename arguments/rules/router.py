@@ -12,6 +12,7 @@ from arguments.mechanisms.selections import (
     named_selections,
     of_balancing,
 )
+from arguments.mechanisms.support import rejecting
 from arguments.rules.derived_sizes import DerivedSizes, as_list, balancing_types, divides, positive, quotient
 from arguments.settings import Limit, Settings, Violation
 
@@ -203,16 +204,23 @@ def check_selections(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
 
 def limit_selections(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
     """List what selections reject here: weights or a choice for which they are not defined."""
-    for each in (each for each in SELECTIONS if not each.lists_limits):
-        is_on = f.experts is not None and each.is_named(s)
+    selections = tuple(each for each in SELECTIONS if not each.lists_limits)
+    named = named_selections(s) if f.experts is not None else ()
+    for each in selections:
         for dest, capability in _rejected_flags(each):
-            yield Limit(is_on and s.values[dest] != s.default(dest), _combination(each, dest, capability), (dest,))
-        for name in KERNELS if each.rejects(SelectionCapability.OUR_KERNEL) else ():
-            yield Limit(
-                is_on and name in s.triton_kernels,
-                f"{{triton_kernels:flag}} {name} cannot be combined with {each.mention}"
-                f"{each.because(SelectionCapability.OUR_KERNEL)}.",
-            )
+            applies = each in named and s.values[dest] != s.default(dest)
+            yield Limit(applies, _combination(each, dest, capability), (dest,))
+    for each, _ in rejecting(selections, SelectionCapability.OUR_KERNEL):
+        why = each.because(SelectionCapability.OUR_KERNEL)
+        for name in KERNELS:
+            applies = each in named and name in s.triton_kernels
+            yield Limit(applies, f"{{triton_kernels:flag}} {name} cannot be combined with {each.mention}{why}.")
+    # dispatcher.py has what balancing rejects, as in Megatron-LM
+    by_flags = tuple(each for each in selections if each.balancing is None)
+    for each, _ in rejecting(by_flags, SelectionCapability.CAPACITY):
+        why = each.because(SelectionCapability.CAPACITY)
+        applies = each in named and s.moe_expert_capacity_factor is not None
+        yield Limit(applies, f"{{moe_expert_capacity_factor}} cannot be combined with {each.mention}{why}.")
 
 
 def _rejected_flags(selection: SelectionDeclaration) -> Iterator[tuple[str, SelectionCapability]]:

@@ -19,8 +19,8 @@ class PlacementCapability(Enum):
     OUTPUT_SLICES = "experts that compute a slice of the output"
 
 
-def no_slots(_moe: Any) -> int:
-    """Return that a rank computes its own experts only."""
+def zero(_moe: Any) -> int:
+    """Return what a placement has that plans nothing: no slots for experts of others, no kernels of a plan."""
     return 0
 
 
@@ -51,9 +51,9 @@ class PlacementDeclaration(Mechanism[PlacementCapability]):
     name: str
     capabilities: Mapping[PlacementCapability, Support]
     dest: str | None = None
-    slots: Callable[[Any], int] = no_slots
+    slots: Callable[[Any], int] = zero
     is_planned: bool = False
-    plan_kernels: Callable[[Any], int] = no_slots
+    plan_kernels: Callable[[Any], int] = zero
     held_elements: Callable[[Any, float, int, int], float] = lambda _moe, _local, _ep, _num_experts: 0.0
     moved_rate: str | None = None
     unmoved_maximum: str | None = None

@@ -10,10 +10,10 @@ from torch import Tensor
 from moe_trainer.memory.paged_stash import StashGroup
 from moe_trainer.moe.dispatch.base import DispatchState, TokenDispatcher
 from moe_trainer.moe.receive.budget import ReceiveBudget
-from moe_trainer.moe.receive.exact import ExactBuffer
+from moe_trainer.moe.receive.policy import ReceivePolicy
 
 
-class FixedBuffer(ExactBuffer):
+class FixedBuffer(ReceivePolicy):
     """Receives tokens into a buffer that has the size of its budget."""
 
     def __init__(self, budget: ReceiveBudget):
