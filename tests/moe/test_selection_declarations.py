@@ -187,7 +187,7 @@ FLAGGED = SelectionDeclaration(
     mention="{moe_router_bias_update_rate}",
     asked=lambda moe: moe.moe_router_bias_update_rate == 0.5,
     capabilities=dict.fromkeys(SelectionCapability, Rejected("it is a toy"))
-    | {SelectionCapability.EXPERT_BIAS: NoEffect("it has no bias"), SelectionCapability.SPARSEMIXER: True}
+    | {SelectionCapability.EXPERT_BIAS: NoEffect("it has no bias")}
     | {SelectionCapability.PRE_SOFTMAX: Rejected("as in Megatron-LM")},
 )
 SELECTIONS: tuple[SelectionDeclaration, ...] = (

@@ -29,10 +29,8 @@ DEMANDS = {
     ScheduleCapability.HEAD_WGRAD: "--defer-embedding-wgrad-compute",
     ScheduleCapability.SHARDED_GRADS: "--use-megatron-fsdp",
     ScheduleCapability.MLP_CHUNKS: "--mlp-chunks-for-training 2",
-    ScheduleCapability.MODULE_GRAPHS: "--cuda-graph-impl local",
-    ScheduleCapability.ADAPTERS: "--lora-dim 4",
 }
-"""Flags that demand a capability; what `LIBRARY_LINEARS` stands for has none."""
+"""Flags that demand a capability."""
 STAGES = "--pipeline-model-parallel-size 2"
 SPELLING = OPTIONS[PIPELINE_SCHEDULE].spellings[0]
 
@@ -52,7 +50,7 @@ def test_every_schedule_has_an_order_and_a_value_of_the_flag():
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda each: each.key)
 def test_flags_that_demand_a_capability_are_rejected_as_declared(schedule):
-    assert {*DEMANDS, ScheduleCapability.LIBRARY_LINEARS} == set(ScheduleCapability)
+    assert set(DEMANDS) == set(ScheduleCapability)
     for capability, demand in DEMANDS.items():
         line = [*base_line(), *STAGES.split(), SPELLING, schedule.key, *demand.split()]
         flag = demand.split()[0]
@@ -65,7 +63,6 @@ def test_what_has_no_effect_is_left_out(schedule):
     parallel = parallel_args(schedule, defer_embedding_wgrad_compute=True)
     assert parallel.has_deferred_wgrad == schedule.splits_backward
     assert parallel.has_deferred_head_wgrad == schedule.supports(ScheduleCapability.HEAD_WGRAD)
-    assert parallel.has_deferred_wgrad != schedule.supports(ScheduleCapability.LIBRARY_LINEARS)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda each: each.key)

@@ -18,9 +18,6 @@ class ScheduleCapability(Enum):
     HEAD_WGRAD = "`--defer-embedding-wgrad-compute`"
     SHARDED_GRADS = "`--use-megatron-fsdp` with a strategy that shards gradients"
     MLP_CHUNKS = "`--mlp-chunks-for-training` above 1"
-    MODULE_GRAPHS = "`--cuda-graph-impl` other than full_iteration"
-    ADAPTERS = "`--lora-dim`"
-    LIBRARY_LINEARS = "TransformerEngine's linears"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +30,7 @@ class ScheduleDeclaration(Mechanism[ScheduleCapability]):
         capabilities: for each whether it acts, or why not.
         needs_virtual_stages: it alternates between the virtual stages of a rank, so that it needs several.
         splits_backward: weight gradients of all layers are computed apart from the backward that sends the gradient of
-            a stage's input. Until then their activations are kept.
+            a stage's input. Until then their activations are kept. The local linears can, TransformerEngine's cannot.
         is_drawn: random mappings ask for it, which they would else not have.
         is_measured: measured times confirm estimates; else plans widen their error.
     """

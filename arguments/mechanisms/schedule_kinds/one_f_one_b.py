@@ -16,9 +16,6 @@ ONE_F_ONE_B = ScheduleDeclaration(
             ScheduleCapability.HEAD_WGRAD: True,
             ScheduleCapability.SHARDED_GRADS: True,
             ScheduleCapability.MLP_CHUNKS: True,
-            ScheduleCapability.MODULE_GRAPHS: True,
-            ScheduleCapability.ADAPTERS: True,
-            ScheduleCapability.LIBRARY_LINEARS: True,
         }
     ),
 )

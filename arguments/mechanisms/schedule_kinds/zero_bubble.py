@@ -23,11 +23,6 @@ ZERO_BUBBLE = ScheduleDeclaration(
                 "parameters are sharded again before weight gradients are computed"
             ),
             ScheduleCapability.MLP_CHUNKS: Rejected("deferred weight gradients hold the tensors of all chunks"),
-            ScheduleCapability.MODULE_GRAPHS: True,
-            ScheduleCapability.ADAPTERS: True,
-            ScheduleCapability.LIBRARY_LINEARS: NoEffect(
-                "they cannot defer weight gradients pass by pass; the local ones can"
-            ),
         }
     ),
 )
