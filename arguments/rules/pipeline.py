@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from arguments.mechanisms.schedule_kinds.declaration import ScheduleCapability
+from arguments.mechanisms.schedule_kinds.declaration import PIPELINE_SCHEDULE, ScheduleCapability
 from arguments.mechanisms.schedules import SCHEDULES, asked_schedule, get_schedule
 from arguments.mechanisms.support import keys_with, rejecting
 from arguments.megatron_differences import middle_layers_per_rank
@@ -42,7 +42,7 @@ def note_deferred_head(s: Settings, _f: DerivedSizes) -> None:
     overlaps = ("delay_wgrad_compute", "overlap_dispatch_backward_with_experts_wgrad")
     others = [s.flag(dest) for dest in overlaps if getattr(s, dest)]
     if get_schedule(s).ignores(ScheduleCapability.HEAD_WGRAD):
-        others = [s.shown("pipeline_schedule")]
+        others = [s.shown(PIPELINE_SCHEDULE)]
     if others:
         reason = f"{' and '.join(others)} defers the weight gradients of all layers"
         s.note_no_effect(s.flag("defer_embedding_wgrad_compute"), reason)
