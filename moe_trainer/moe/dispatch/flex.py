@@ -52,7 +52,7 @@ class DispatcherSettings:
     def num_experts(self) -> int:
         """Experts of the model and slots for those of other ranks."""
         ep = self.ps.ep.size
-        return (self.moe.num_experts or 0) + ep * get_placement(self.moe, ep).slots(self.moe)
+        return self.moe.expert_count + ep * get_placement(self.moe, ep).slots(self.moe)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,7 +46,7 @@ def build_dispatcher(
     selection = get_selection(moe)
     if selection.split is not None:
         # of all experts where tokens are permuted before they are sent, else of this rank's
-        first = 0 if dispatcher.sends_copies else ps.ep.rank * ((moe.num_experts or 0) // ps.ep.size)
+        first = 0 if dispatcher.sends_copies else ps.ep.rank * (moe.expert_count // ps.ep.size)
         permutation = load_module(selection).make_permutation(moe, first, permutation)
     mxfp8 = Mxfp8Transport(
         moe.moe_dispatch_fwd_dtype == "mxfp8", moe.moe_combine_bwd_dtype == "mxfp8", kernels.row_casts
