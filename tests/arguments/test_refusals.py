@@ -64,6 +64,16 @@ def test_every_rule_refuses_a_line_and_accepts_a_similar_one():
     assert set(RULES) - {name for row in REFUSED if row.fixed for name in row.rules} == set()
 
 
+def test_flags_of_rows_are_in_the_message(resolved):
+    """tests/training/test_bad_input.py draws rows, and reads what is printed."""
+    problems = []
+    for row in REFUSED:
+        if row.kind in ("rule", "build"):
+            printed = "\n".join(violation.message for violation in resolved[id(row)][1])
+            problems += [f"{row.line.words}: {text} is not in {printed}" for text in row.texts if text not in printed]
+    assert not problems, "\n".join(problems)
+
+
 def test_messages_are_short_complete_and_name_their_first_flag(resolved):
     problems = [
         str(violation)
