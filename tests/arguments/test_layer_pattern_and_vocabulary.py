@@ -1,9 +1,11 @@
 """The MoE layer pattern and the padded vocabulary."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from arguments import parse_args
-from arguments.layer_pattern import layer_letter, moe_layer_pattern, mtp_is_moe, mtp_layers
+from arguments.layer_pattern import layer_letter, mixing_sublayers, moe_layer_pattern, mtp_is_moe, mtp_layers
 from arguments.mtp import num_mtp_depths, without_mtp
 from arguments.vocabulary import choose_padded_vocab_size, padded_vocab_size
 from tests.arguments.test_tokens import TOY
@@ -71,6 +73,12 @@ def test_depths_of_a_hybrid_pattern(flags, depths, freq, layout):
     layers = mtp_layers(model, (False, True))
     assert layers == (((2, False), (3, True)), ((4, False), (5, True)))[: depths or 0]
     assert "".join(layer_letter(model, number) for depth in layers for number, _ in depth) == "*E" * (depths or 0)
+    assert {each.letter for each in mixing_sublayers(model)} == {"M", *("*" if depths else "")}
+
+
+def test_letters_of_depths_begin_behind_the_decoder():
+    model = SimpleNamespace(hybrid_layer_pattern="MM-/*E/*E")
+    assert "".join(layer_letter(model, number) for number in range(7)) == "MM-*E*E"
 
 
 def test_vocabulary_is_padded_to_the_divisor():

@@ -263,3 +263,18 @@ def test_depths_of_a_hybrid_model_cost_what_their_layers_do():
     for key, alike in ((WEIGHTS, False), (ACTIVATIONS, True), (COMPUTE, True)):
         most, middle, least = (get_figure(report, key) for report in (both, repeated, none))
         assert (most == pytest.approx(middle, rel=1e-3) if alike else most > middle) and middle > least, key
+
+
+def test_layers_with_an_indexer_are_timed_by_their_share():
+    """One of three layers with attention: the time is a third of the way from none to all."""
+    sizes = (
+        "--mock-data --bf16 --hidden-size 4096 --num-attention-heads 32 --ffn-hidden-size 8192 --seq-length 8192 --max-position-embeddings 8192 "
+        "--micro-batch-size 1 --global-batch-size 8 --train-iters 1 --lr 1e-3 --tokenizer-type NullTokenizer --vocab-size 32000 "
+        "--kv-lora-rank 512 --position-embedding-type rope --no-rope-fusion --dsa-indexer-n-heads 16 --dsa-indexer-head-dim 64 "
+        "--dsa-indexer-topk 1024"
+    )
+    none, one, every = (
+        get_figure(plan_report(f"--hybrid-layer-pattern={pattern}", "h100", 8, sizes), COMPUTE)
+        for pattern in ("+++-", "D++-", "DDD-")
+    )
+    assert (one - none) / (every - none) == pytest.approx(1 / 3, abs=0.02)

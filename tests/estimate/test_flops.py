@@ -93,6 +93,17 @@ def test_flops_of_sparse_attention(topk):
         )
 
 
+def test_flops_of_a_hybrid_model_with_and_without_indexers():
+    """Only the layers that have an indexer count it, and attend to what it selects."""
+    sizes = SPARSE.replace("--num-layers 3", "").replace("--multi-latent-attention", "")
+    sizes = sizes.replace("--experimental-attention-variant dsa", "--dsa-indexer-topk 3")
+    mixed, sparse, latent = (
+        training_flops(parse(f"--hybrid-layer-pattern={pattern}", *sizes.split()), 1, 16, 16)
+        for pattern in ("D++-", "DDD-", "+++-")
+    )
+    assert mixed == pytest.approx((sparse + 2 * latent) / 3) and sparse != pytest.approx(latent)
+
+
 def test_flops_of_dsa_indexer_warmup():
     args = parse(*SPARSE.split(), "--dsa-indexer-topk", "3", "--dsa-indexer-warmup")
     rest = 3 * (LATENT + 16 / 2 * 2 * (6 + 3) + 8 * 16 * 2) + 8 * 16

@@ -68,6 +68,11 @@ def test_kernels_get_the_sequences(monkeypatch, window, groups, width, attention
         torch.testing.assert_close(grad, other)
 
 
+def test_chunks_of_a_sequence_end_with_its_padding():
+    visible = AttentionMask.of(None, None, CPU, PackedSequences.of([2, 7, 5], 4))
+    assert visible.borders.of_chunks(3, CPU).tolist() == [0, 3, 4, 7, 10, 12, 15, 18, 20]
+
+
 def test_dropout_is_computed_by_blocks(monkeypatch):
     core = CoreAttention(parse_args([*MODEL, "--attention-dropout", "0.1"], 1).model, 1, head_dim=8)
     monkeypatch.setattr(varlen_attention, "can_run", lambda q, v: True)

@@ -75,3 +75,9 @@ def test_declarations_leave_no_capability_out():
     for capability in ShardingCapability:
         with pytest.raises(TypeError, match=capability.name):
             leave_out(DISTRIBUTED_OPTIMIZER, capability)
+
+
+def test_only_instances_that_shard_everything_share_the_optimizer_state():
+    flags = {"num_distributed_optimizer_instances": 2, "outer_dp_sharding_strategy": "optim"}
+    sharing = [each.key for each in SHARDINGS if ParallelArgs(**each.selected_by, **flags).shards_outer]
+    assert sharing == ["megatron_fsdp_optim_grads_params"]

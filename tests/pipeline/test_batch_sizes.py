@@ -3,7 +3,7 @@
 import pytest
 
 from arguments import parse_args
-from arguments.mechanisms.schedules import SCHEDULES
+from arguments.mechanisms.schedules import INTERLEAVED, SCHEDULES, ZERO_BUBBLE
 from moe_trainer.commands import train_process
 from moe_trainer.pipeline.batch_sizes import deadlocking_batch_sizes
 from moe_trainer.pipeline.orders import ScheduleKind
@@ -36,6 +36,18 @@ def test_rampup_with_deadlocking_sizes_is_rejected(words, sizes):
     found = deadlocking_batch_sizes(parse_args(line, world), 1)
     assert [int(text.split()[3]) for text in found] == sizes
     assert all("multiple of --microbatch-group-size-per-virtual-pipeline-stage" in text for text in found)
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        ("--microbatch-group-size-per-virtual-pipeline-stage 6", ScheduleKind(INTERLEAVED, 3, 6)),
+        ("--pipeline-schedule zero-bubble", ScheduleKind(ZERO_BUBBLE, 3, 4)),
+    ],
+)
+def test_flags_determine_the_kind_of_schedule(words, kind):
+    line, world = command_line([*VIRTUAL, "--global-batch-size", "24", *words.split()])
+    assert ScheduleKind.of_flags(parse_args(line, world).parallel, 3) == kind
 
 
 def test_sizes_skipped_by_the_check_can_run():
