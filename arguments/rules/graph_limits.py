@@ -304,7 +304,7 @@ def limit_packed_chunks(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     )
 
 
-def limit_mamba(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
+def limit_absent_sublayers(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     letters = hybrid_letters(s.hybrid_layer_pattern or "")
     for module in (each for each in CAPTURED_MODULES if each.of_sublayers):
         yield Limit(

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 
 from torch import nn
 
+from moe_trainer.model.block import TransformerLayer
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.moe.experts import Experts
 from moe_trainer.parallel.params import get_param_info
@@ -18,6 +19,17 @@ def named_modules(chunks: Iterable[Transformer]) -> Iterator[tuple[str, nn.Modul
                 yield get_param_info(module.linear_fc1.weight).names[0].partition(".local_experts.")[0], module
             elif own is not None and not get_param_info(own).stacked:
                 yield get_param_info(own).names[0].rpartition(".")[0], module
+
+
+def named_transformer_layers(chunks: Iterable[Transformer]) -> Iterator[tuple[str, TransformerLayer]]:
+    """Yield every transformer layer with its global name: "decoder.layers.3", "mtp.layers.0".
+
+    A depth of a hybrid model has "mtp.layers.0.layers.1".
+    """
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, TransformerLayer):
+                yield module.name.replace(".mtp_model_layer", ""), module
 
 
 def named_experts(chunks: Iterable[Transformer]) -> Iterator[tuple[str, Experts]]:

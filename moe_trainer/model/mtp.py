@@ -32,6 +32,7 @@ from moe_trainer.layers.layer_factory import LayerFactory
 from moe_trainer.layers.pass_inputs import PassInputs
 from moe_trainer.memory.cuda_graph import CudaGraphs
 from moe_trainer.model.block import TransformerLayer
+from moe_trainer.model.sequence_borders import shard_of
 from moe_trainer.ops.attach_loss import attach_loss
 from moe_trainer.ops.packed_sequences import Packed
 from moe_trainer.parallel.sequence import SequenceShard
@@ -46,11 +47,6 @@ def shift_left(x_BS: Tensor, packed: Packed | None = None) -> Tensor:
     shifted = torch.roll(x_BS, -1, dims=1)
     shifted[:, -1] = 0
     return shifted
-
-
-def shard_of(sequence: SequenceShard, packed: Packed | None) -> SequenceShard:
-    """Return the shard of a microbatch, which may be packed."""
-    return sequence if packed is None else sequence.of(packed.padded_lengths, packed.cp_size)
 
 
 class _ZeroGrad(torch.autograd.Function):

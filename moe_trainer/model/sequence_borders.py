@@ -9,6 +9,7 @@ from torch import Tensor
 
 from moe_trainer.layers.kv_cache import KVCache
 from moe_trainer.ops.packed_sequences import Packed
+from moe_trainer.parallel.sequence import SequenceShard
 
 
 @dataclass(frozen=True)
@@ -31,3 +32,8 @@ class SequenceBorders:
     packed: Packed | None = None
     row_lengths: tuple[int, ...] | None = None
     cache: KVCache | None = None
+
+
+def shard_of(sequence: SequenceShard, packed: Packed | None) -> SequenceShard:
+    """Return the shard of a microbatch, which may be packed."""
+    return sequence if packed is None else sequence.of(packed.padded_lengths, packed.cp_size)

@@ -29,8 +29,8 @@ from moe_trainer.layers.rotary import Rotary, Tables, make_layer_rotaries
 from moe_trainer.layers.sparse_attention import SparseAttention, iter_sparse_attentions
 from moe_trainer.layers.vocab import OutputHead, PositionEmbedding, VocabParallelEmbedding
 from moe_trainer.model.block import TransformerLayer
-from moe_trainer.model.mtp import MTPLosses, MultiTokenPrediction, shard_of
-from moe_trainer.model.sequence_borders import SequenceBorders
+from moe_trainer.model.mtp import MTPLosses, MultiTokenPrediction
+from moe_trainer.model.sequence_borders import SequenceBorders, shard_of
 from moe_trainer.moe.layer import MoELayer
 from moe_trainer.ops.packed_sequences import Packed, PackedSequences, ValidTokens
 from moe_trainer.ops.transfer import to_device

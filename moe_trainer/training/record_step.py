@@ -29,6 +29,7 @@ from moe_trainer.data.loader import Batch
 from moe_trainer.debug import step_record
 from moe_trainer.debug.module_tracer import ModuleTracer
 from moe_trainer.metrics.iteration import StepResult
+from moe_trainer.model.module_names import named_transformer_layers
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.model.weights import export_named_weights
 from moe_trainer.parallel import collectives
@@ -37,7 +38,7 @@ from moe_trainer.resilience.rewindable import RewindableIterator
 from moe_trainer.training.dumps import gather_unscaled_grads
 from moe_trainer.training.export import write_weights
 from moe_trainer.training.rerun import make_rewindable_iterator
-from moe_trainer.training.run import BaseRun, TrainRun, TrainState, named_transformer_layers, with_batches
+from moe_trainer.training.run import BaseRun, TrainRun, TrainState, with_batches
 from moe_trainer.training.step import train_step
 
 logger = logging.getLogger(__name__)

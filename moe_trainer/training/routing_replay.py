@@ -34,7 +34,7 @@ from arguments.regular_file import regular_file
 from moe_trainer.data.loader import Batch
 from moe_trainer.debug.routing_trace import TRACE_FILES, RoutingTraceReader, parse_layer
 from moe_trainer.errors import UserError
-from moe_trainer.model.mtp import shard_of
+from moe_trainer.model.sequence_borders import shard_of
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.ops.packed_sequences import Packed, PackedSequences
 

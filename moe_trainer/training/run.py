@@ -27,7 +27,6 @@ from moe_trainer.memory.iteration_graph import IterationGraph
 from moe_trainer.metrics.logger import MetricsLogger
 from moe_trainer.metrics.profiler import Profiler
 from moe_trainer.metrics.timers import Timers
-from moe_trainer.model.block import TransformerLayer
 from moe_trainer.model.participants import ReceiveBuffers
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.optim.fsdp_shard import FsdpGrads
@@ -275,17 +274,6 @@ AnyRun = TypeVar("AnyRun", bound=BaseRun)
 def with_batches(run: AnyRun, batches: Iterator[Batch]) -> AnyRun:
     """Return the run with other training batches."""
     return replace(run, inputs=replace(run.inputs, train_batches=batches))
-
-
-def named_transformer_layers(chunks: list[Transformer]) -> Iterator[tuple[str, TransformerLayer]]:
-    """Yield every transformer layer with its global name: "decoder.layers.3", "mtp.layers.0".
-
-    A depth of a hybrid model has "mtp.layers.0.layers.1".
-    """
-    for chunk in chunks:
-        for module in chunk.modules():
-            if isinstance(module, TransformerLayer):
-                yield module.name.replace(".mtp_model_layer", ""), module
 
 
 def print_rank_0(runtime: Runtime, text: str) -> None:

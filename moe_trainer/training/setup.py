@@ -34,6 +34,7 @@ from moe_trainer.metrics.nvtx import Ranges, make_ranges
 from moe_trainer.metrics.profiler import Profiler
 from moe_trainer.metrics.timers import Timers
 from moe_trainer.model.build import DTYPES, build_chunks
+from moe_trainer.model.module_names import named_transformer_layers
 from moe_trainer.model.participants import collect_participants, make_receive_buffers
 from moe_trainer.model.prepare import freeze_parameters, store_quantized_weights
 from moe_trainer.model.transformer import Transformer
@@ -57,7 +58,7 @@ from moe_trainer.resilience.layer_trace import register_layer_trace_hooks
 from moe_trainer.training.data_setup import get_tokenizer_files
 from moe_trainer.training.initialize import Runtime
 from moe_trainer.training.routing_replay import RoutingReplay
-from moe_trainer.training.run import BaseRun, FrozenRun, TrainRun, named_transformer_layers, print_rank_0
+from moe_trainer.training.run import BaseRun, FrozenRun, TrainRun, print_rank_0
 
 logger = logging.getLogger(__name__)
 

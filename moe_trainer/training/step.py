@@ -21,8 +21,7 @@ from moe_trainer.data.loader import Batch
 from moe_trainer.errors import as_user_error
 from moe_trainer.metrics.iteration import StepResult
 from moe_trainer.metrics.timers import Timers
-from moe_trainer.model.mtp import shard_of
-from moe_trainer.model.sequence_borders import SequenceBorders
+from moe_trainer.model.sequence_borders import SequenceBorders, shard_of
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.ops.packed_sequences import PackedSequences
 from moe_trainer.optim.finalize import finalize_grads

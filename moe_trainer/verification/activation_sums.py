@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from moe_trainer.debug.module_tracer import ModuleTracer
-from moe_trainer.training.run import TrainRun, named_transformer_layers
+from moe_trainer.model.module_names import named_transformer_layers
+from moe_trainer.training.run import TrainRun
 from moe_trainer.verification.sequence_sharding import SequenceSharding, track_lengths
 
 Coordinates = tuple[int, int, int]

@@ -41,6 +41,7 @@ from moe_trainer.estimate.roofline import CALLERS, CASTS, FINISH, OPERATOR, STAR
 from moe_trainer.memory import host_read
 from moe_trainer.memory.cuda_graph import CudaGraphs
 from moe_trainer.model import build
+from moe_trainer.model.module_names import named_transformer_layers
 from moe_trainer.moe import participant
 from moe_trainer.moe.balancing import MoeMetrics
 from moe_trainer.parallel import collectives, p2p
@@ -49,7 +50,7 @@ from moe_trainer.pipeline import schedule
 from moe_trainer.pipeline.simulate import BACKWARD, FORWARD, WEIGHT, Action, Order
 from moe_trainer.quantization import scaled_grouped, scaled_mm
 from moe_trainer.training import step
-from moe_trainer.training.run import TrainState, named_transformer_layers
+from moe_trainer.training.run import TrainState
 from moe_trainer.verification import training_trace
 from moe_trainer.verification.executed_packs import ExecutedPack, ExecutedPacks
 

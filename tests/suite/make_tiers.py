@@ -33,11 +33,20 @@ MODULE_S = 1.0
 ALWAYS = (
     "tests/docs/test_commands.py::test_quickstart_command_of_the_readme_runs",
     "tests/docs/test_commands.py::test_commands_of_the_manual_run[README.md]",
+    "tests/arguments/test_checkpoint_args.py::test_every_flag_of_the_model_and_of_the_data_says",
+    "tests/arguments/test_flags_alone.py",
+    "tests/arguments/test_no_dead_flags.py",
+    "tests/arguments/test_schema.py",
+    "tests/memory/test_flags_of_the_model.py",
     "tests/mutants/",
     "tests/structure/",
     "tests/suite/",
+    "tests/training/test_bad_input.py::test_number_flags_reject_negative_numbers",
+    "tests/verification/test_random_layouts.py::test_flags_that_change_the_function_are_drawn",
 )
-"""The README's commands, and tests that read the repository, of which mutants say nothing."""
+"""The README's commands, and tests that read the repository or notice what a new flag or mechanism leaves unsaid: mutants say nothing of them."""
+DECLARATIONS = "_declarations.py::"
+"""In the name of tests that compare declarations with modules, which are always in the tier too."""
 TIMES = 3
 """A block counts for the choice until so many tests reach it: one half each time."""
 
@@ -82,7 +91,7 @@ def choose(known: record.Record, noticed: dict[str, dict[str, list | None]], bud
             f"the record has not these tests, which notice mutants; renew it for their modules: {', '.join(missing)}"
         )
     chosen = {numbers[name] for name in names}
-    chosen |= {at for name, at in numbers.items() if name.startswith(ALWAYS)}
+    chosen |= {at for name, at in numbers.items() if name.startswith(ALWAYS) or DECLARATIONS in name}
     modules = {known.tests[at].partition("::")[0] for at in chosen}
     spent = sum(known.seconds[at] for at in chosen) + MODULE_S * len(modules)
     by_module = defaultdict(list)

@@ -15,8 +15,7 @@ from moe_trainer.data.build import batch_format, build_datasets
 from moe_trainer.data.loader import make_packed_batch, make_padded_batch
 from moe_trainer.data.tokenizer import build_tokenizer
 from moe_trainer.model.build import build_chunks
-from moe_trainer.model.mtp import shard_of
-from moe_trainer.model.sequence_borders import SequenceBorders
+from moe_trainer.model.sequence_borders import SequenceBorders, shard_of
 from moe_trainer.moe.balancing import start_iteration
 from moe_trainer.ops.packed_sequences import PackedSequences
 from moe_trainer.parallel.state import ParallelState

@@ -15,8 +15,8 @@ from moe_trainer.checkpoint.inspect import differences
 from moe_trainer.checkpoint.manager import CheckpointState, SaveOptions, save
 from moe_trainer.checkpoint.megatron_legacy.reader import open_file
 from moe_trainer.checkpoint.verify import verify_checkpoint
+from moe_trainer.model.module_names import named_transformer_layers
 from moe_trainer.parallel.state import ParallelState
-from moe_trainer.training.run import named_transformer_layers
 
 PATTERN = "ME*M-E"
 FLAGS = (
