@@ -89,7 +89,7 @@ class ModelArgs(TransformerArgs):
         None, restore="always", needs="attention", bounds=">0", demands=SublayerCapability.VALUE_SCALE
     )
     """Factor of the values that attention sums. Unset: 1. A flag of this program."""
-    head_wise_attn_gate: bool = flag(False, restore="always", demands=SublayerCapability.HEAD_GATES)
+    head_wise_attn_gate: bool = flag(False, restore="always", needs="attention", demands=SublayerCapability.HEAD_GATES)
     """Multiply the output of every head of latent attention by the sigmoid of one number, made of the layer's input."""
     attention_output_gate: bool = flag(
         False, restore="always", needs="attention", demands=SublayerCapability.CHANNEL_GATES

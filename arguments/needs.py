@@ -1,4 +1,6 @@
-"""What a flag needs to have an effect: the conditions of `flag(needs=...)`, and the notes where one does not hold.
+"""What a flag needs to have an effect, and the notes where it has none.
+
+These are the conditions of `flag(needs=...)`, and a sublayer that does not ignore what `flag(demands=...)` says.
 
 A condition lists alternatives separated by " or ". An alternative is the destination of a flag, which holds if the flag
 is set (a number whose default is 1: above 1); "dest=value", which holds if it has the value, or has it among its
@@ -10,8 +12,9 @@ from types import MappingProxyType
 
 from arguments.container import OPTIONS
 from arguments.flag_status import NOT_IMPLEMENTED
-from arguments.layer_pattern import letters_that_select, variants_of
-from arguments.mechanisms.sublayer_kinds.declaration import VARIANT
+from arguments.layer_pattern import letters_that_select, mixing_sublayers, variants_of
+from arguments.mechanisms.sublayer_kinds.declaration import VARIANT, SublayerCapability
+from arguments.mechanisms.sublayers import EXPERTS, MLP
 from arguments.settings import Settings
 
 CUDA, RANKS, DATA_RANKS, ATTENTION = "cuda", "ranks", "data_ranks", "attention"
@@ -55,13 +58,28 @@ def _requested(s: Settings) -> Iterator[tuple[str, object]]:
     for dest in s.given_dests():
         value, source = s.requests[dest]
         default = s.default(dest)
-        if OPTIONS[dest].needs and source != "preset" and value != default and value != [default]:
+        if (
+            (OPTIONS[dest].needs or OPTIONS[dest].demands)
+            and source != "preset"
+            and value != default
+            and value != [default]
+        ):
             yield dest, value
 
 
 def unmet(s: Settings, dest: str, facts: Mapping[str, bool | None], unread: Collection[str] = ()) -> str:
     """Return why a flag has no effect, as "without --profile"; "" if all that it needs holds or is unknown."""
-    return _unmet(s, OPTIONS[dest].needs, facts, unread)
+    return _unmet(s, OPTIONS[dest].needs, facts, unread) or _unread_by_sublayers(s, dest)
+
+
+def _unread_by_sublayers(s: Settings, dest: str) -> str:
+    """Return why no sublayer of the model reads a flag."""
+    mixing = sorted(mixing_sublayers(s), key=lambda each: each.name)
+    for capability in (each for each in OPTIONS[dest].demands if isinstance(each, SublayerCapability)):
+        if all(each.ignores(capability) for each in (*mixing, MLP, EXPERTS)):
+            names = " and ".join(each.name for each in mixing)
+            return f"with {names} alone" if mixing else "without layers that mix positions"
+    return ""
 
 
 def _unmet(s: Settings, needs: Collection[str], facts: Mapping[str, bool | None], unread: Collection[str]) -> str:

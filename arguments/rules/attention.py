@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator
 
-from arguments.layer_pattern import mention_delta_rule
+from arguments.layer_pattern import mention_delta_rule, mixing_sublayers
 from arguments.mechanisms.format_kinds.eight_bit import OUTPUT_LAYER
 from arguments.mechanisms.sharding_kinds.declaration import ShardingCapability
 from arguments.mechanisms.shardings import SHARDINGS
 from arguments.mechanisms.sublayers import (
     GATED_DELTA_NET,
     OLD_VARIANTS,
+    SOFTMAX_ATTENTION,
     VARIANT,
     always_rotates,
     relative_of,
@@ -37,11 +38,20 @@ def resolve_rope_type(s: Settings, _f: DerivedSizes) -> None:
 
 def resolve_latent_positions(s: Settings, _f: DerivedSizes) -> None:
     if always_rotates(s) and s.position_embedding_type == "none" and not s.hybrid_layer_pattern:
-        s.note(
-            f"{s.shown('position_embedding_type')}: latent attention rotates all the same, by --rope-type, as in "
-            "Megatron-LM; --no-rope-freq 1 leaves it without positions."
-        )
+        if s.no_rope_freq is None:
+            s.note(
+                f"{s.shown('position_embedding_type')}: latent attention rotates all the same, by --rope-type, as in "
+                "Megatron-LM; --no-rope-freq 1 leaves it without positions."
+            )
         s.set_derived("position_embedding_type", "rope", "latent attention")
+
+
+def note_learned_positions(s: Settings, _f: DerivedSizes) -> None:
+    if always_rotates(s) and s.position_embedding_type == "learned_absolute":
+        s.note(
+            f"{s.shown('position_embedding_type')}: the embedding adds learned positions, and latent attention rotates "
+            "by --rope-type, as in Megatron-LM; --position-embedding-type rope only rotates."
+        )
 
 
 def note_latent_norms(s: Settings, _f: DerivedSizes) -> None:
@@ -73,7 +83,7 @@ def check_mla_without_gqa(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
 
 def limit_head_gates(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     yield Limit(
-        s.head_wise_attn_gate and not s.multi_latent_attention,
+        s.head_wise_attn_gate and SOFTMAX_ATTENTION in mixing_sublayers(s),
         "{head_wise_attn_gate} needs {multi_latent_attention:flag}. Grouped attention has "
         "{attention_output_gate:flag}, a gate for each channel of a head.",
     )
@@ -92,7 +102,7 @@ def check_rope_type(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
 
 
 def check_mla_options(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
-    if s.mla_down_proj_fusion and not s.multi_latent_attention:
+    if s.mla_down_proj_fusion and SOFTMAX_ATTENTION in mixing_sublayers(s):
         yield s.violation("{mla_down_proj_fusion} needs {multi_latent_attention:flag}.")
 
 

@@ -14,7 +14,7 @@ from arguments.mechanisms.implementations import check_support
 from arguments.mechanisms.layer_modules import Part, named, names_of, unaccompanied, unknown_names
 from arguments.mechanisms.offloaded_modules import OFFLOADED_MODULES, OffloadCapability
 from arguments.mechanisms.optimizer_kinds.declaration import OptimizerCapability
-from arguments.mechanisms.optimizers import get_optimizer
+from arguments.mechanisms.optimizers import OPTIMIZERS, get_optimizer
 from arguments.mechanisms.placement_kinds.declaration import PlacementCapability
 from arguments.mechanisms.placements import PLACEMENTS
 from arguments.mechanisms.recomputed_modules import RECOMPUTED_MODULES, RecomputeCapability
@@ -311,6 +311,14 @@ def check_optimizer_offload(s: Settings, _f: DerivedSizes) -> Iterator[Violation
     if not s.optimizer_cpu_offload:
         return
     optimizer = get_optimizer(s)
+    on_host = (OptimizerCapability.HOST_UPDATE, OptimizerCapability.STATE_FORMATS)
+    if all(optimizer.rejects(each) for each in on_host):
+        accepted = [each.key for each in OPTIMIZERS if any(each.supports(capability) for capability in on_host)]
+        yield s.violation(
+            "{optimizer_cpu_offload} needs {optimizer:flag} {accepted}, not {optimizer:value}.",
+            accepted=" or ".join(accepted),
+        )
+        return
     if not s.use_precision_aware_optimizer and optimizer.rejects(OptimizerCapability.HOST_UPDATE):
         yield s.violation("{optimizer_cpu_offload} needs {use_precision_aware_optimizer:flag}.")
     for flags in FLAGS:

@@ -6,9 +6,12 @@ import pytest
 
 from arguments import recipe
 from arguments.container import OPTIONS
+from arguments.demands import demands
 from arguments.machine import check_machine
 from arguments.mechanisms.formats import FLAGS
 from arguments.mechanisms.selections import SPLITS
+from arguments.mechanisms.sublayer_kinds.declaration import SublayerCapability
+from arguments.mechanisms.sublayers import BY_LETTER, EXPERTS
 from arguments.needs import FACTS, notes_about
 from arguments.parse import resolve_command_line
 
@@ -135,6 +138,17 @@ def test_every_flag_acts_is_refused_or_is_noted():
     )
     assert (ALONE | STATED) - silent == set(), "these are refused or noted when they are given alone"
     assert (ALONE | STATED) & declared == set(), "their fields say enough"
+
+
+@pytest.mark.parametrize("letter", BY_LETTER)
+def test_flags_that_no_sublayer_of_a_pattern_reads_are_refused_or_noted(letter):
+    base = [*preset_words(), f"--hybrid-layer-pattern={letter}{EXPERTS.letter}"]
+    ignored = [
+        dest
+        for dest, capability in demands(SublayerCapability).items()
+        if BY_LETTER[letter].ignores(capability) and EXPERTS.ignores(capability)
+    ]
+    assert [dest for dest in ignored if "silent" in outcomes(OPTIONS[dest], base)] == []
 
 
 def test_every_flag_of_experts_is_refused_or_noted_without_experts():
