@@ -92,14 +92,24 @@ class ParsedTokens:
 
 
 def is_value(token: str) -> bool:
-    """Return whether a token is a value: no leading dash, a number, or a dash followed by text with a space in it."""
-    if not token.startswith("-") or token == "-" or " " in token:
+    """Return whether a token is a value: no leading dash, a number, or a dash followed by text with a space in it.
+
+    The space may be in the value of --flag=value, if the flag is known.
+    """
+    if not token.startswith("-") or token == "-":
         return True
+    if " " in token:
+        name, equals, _ = token.partition("=")
+        return not equals or " " in name or not _is_known(name.removesuffix(":"))
     try:
         float(token)
     except ValueError:
         return False
     return True
+
+
+def _is_known(name: str) -> bool:
+    return name in FIELDS or is_known_spelling(name)
 
 
 def parse_tokens(tokens: Sequence[str], where: str = "") -> ParsedTokens:
@@ -120,7 +130,7 @@ def select_flags(tokens: Sequence[str], dests: Set[str]) -> list[str]:
 def _marked(tokens: Sequence[str], dests: Set[str]) -> Iterator[tuple[str, bool]]:
     within = False
     for token in tokens:
-        if token.startswith("--"):
+        if token.startswith("--") and not is_value(token):
             within = not dests.isdisjoint(_dests(token.partition("=")[0].removesuffix(":")))
         yield token, within
 
@@ -150,7 +160,7 @@ class _TokenParser:
             if token[:1] in DASHES and token:
                 self.take_values("*")
                 name = "--" + token.lstrip(DASHES + "-").partition("=")[0]
-                hint = f"; did you mean {name}?" if self.is_known(name) else self.suggest(name)
+                hint = f"; did you mean {name}?" if _is_known(name) else self.suggest(name)
                 self.reject(
                     token, f"{token}: this flag is unknown: it begins with a typographic dash, not with --{hint}"
                 )
@@ -163,6 +173,10 @@ class _TokenParser:
 
     def reject_stray_value(self, token: str, flag: str) -> None:
         """Reject a value that no flag takes; `flag` is the one before it."""
+        name, equals, _ = token.partition("=")
+        if equals and name.startswith("--") and name != "--" and " " not in name:
+            self.reject(name, f"{name}: this flag is unknown{self.suggest(name)}")
+            return
         after = ""
         if flag in FIELDS:
             takes = FIELDS[flag].takes
@@ -173,7 +187,7 @@ class _TokenParser:
 
     def parse_flag(self, name: str, inline: list[str]) -> None:
         """Parse one flag and the values that follow it."""
-        if name.endswith(":") and self.is_known(name[:-1]):
+        if name.endswith(":") and _is_known(name[:-1]):
             self.out.renamed.append((name, name[:-1]))
             name = name[:-1]
             option = FIELDS.get(name)
@@ -292,10 +306,6 @@ class _TokenParser:
         self.out.violations.append(Violation((flag,), self.prefix + printable, kind))
         if dest is not None:
             self.out.unread.add(dest)
-
-    @staticmethod
-    def is_known(name: str) -> bool:
-        return name in FIELDS or is_known_spelling(name)
 
     def suggest(self, name: str) -> str:
         if name in COMMON_ABBREVIATIONS:

@@ -24,7 +24,11 @@ from arguments.mechanisms.sublayers import (
 from arguments.mtp import DEPTH, mtp_depths, mtp_letters
 from arguments.rules.derived_sizes import DerivedSizes, divides, positive
 from arguments.rules.layout_grammar import MTP
+from arguments.rules.pipeline import PATTERN, layout_flag
 from arguments.settings import Limit, Settings, Violation
+
+LATER = "CHW[]"
+"""Letters and brackets of patterns of a later Megatron-LM."""
 
 # Derived values.
 
@@ -57,10 +61,20 @@ def resolve_mtp_depths(s: Settings, _f: DerivedSizes) -> None:
     if not pattern:
         return
     depths = len(mtp_depths(pattern))
+    if DEPTH in pattern and not depths:
+        s.note(f"{s.shown('hybrid_layer_pattern')}: no letter follows {DEPTH}, so there is no multi-token prediction.")
     if s.mtp_num_layers is not None and s.mtp_num_layers != depths:
-        s.note(f"{s.shown('mtp_num_layers')}: --hybrid-layer-pattern has {depths} (parts after /), which are taken.")
+        more = "" if depths else f" For a depth append {DEPTH} with its letters, as {_with_depth(pattern)}."
+        s.note(
+            f"{s.shown('mtp_num_layers')}: --hybrid-layer-pattern has {depths} (parts after /), which are taken.{more}"
+        )
     if depths or s.mtp_num_layers:
         s.set_derived("mtp_num_layers", depths, "the depths of --hybrid-layer-pattern")
+
+
+def _with_depth(pattern: str) -> str:
+    """Return a pattern with a depth of multi-token prediction: its last two layers."""
+    return f"'{pattern.rstrip(DEPTH)}{DEPTH}{hybrid_letters(pattern)[-2:]}'"
 
 
 def resolve_hybrid_layers(s: Settings, _f: DerivedSizes) -> None:
@@ -104,12 +118,12 @@ def check_hybrid_pattern(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
         yield s.violation("{hybrid_override_pattern} is the old name of {hybrid_layer_pattern}: give the second one.")
     decoder, inside = hybrid_letters(pattern), mtp_letters(pattern)
     letters = decoder + inside.replace(STAGE, "")
-    unknown = "".join(dict.fromkeys(letter for letter in letters if letter not in BY_LETTER))
+    unknown = [*dict.fromkeys(letter for letter in letters if letter not in BY_LETTER and letter not in LATER)]
     if unknown or not decoder:
         yield s.violation(
             f"{{hybrid_layer_pattern}} must have one letter per layer{{unknown}}: {list_letters()}, {STAGE} between "
             f"pipeline stages, and {DEPTH} before each depth of multi-token prediction.",
-            unknown=f", not {unknown!r}" if unknown else " of the decoder",
+            unknown=f", not {', '.join(map(repr, unknown))}" if unknown else " of the decoder",
         )
     other = next((depth for depth in mtp_depths(pattern) if depth != inside), None)
     if other is not None:
@@ -136,7 +150,7 @@ def check_hybrid_pattern(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
         )
     if MOE in letters and not s.num_experts:
         yield s.violation(f"{{hybrid_layer_pattern}} has layers of experts ({MOE}): it needs {{num_experts:flag}}.")
-    if s.num_experts and MOE not in letters and not unknown:
+    if s.num_experts and MOE not in letters and not unknown and not set(LATER).intersection(letters):
         yield s.violation(
             f"{{hybrid_layer_pattern}} has no layer of experts ({MOE}), but {{num_experts}} is given: add {MOE}, or "
             "leave {num_experts:flag} out."
@@ -146,6 +160,26 @@ def check_hybrid_pattern(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
         low, high = s.mamba_step_size_min, s.mamba_step_size_max
         if low is not None and high is not None and low >= high:
             yield s.violation("{mamba_step_size_min} must be below {mamba_step_size_max}.")
+
+
+def check_pattern_stages(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
+    if layout_flag(s) != PATTERN:
+        return
+    stages = s.hybrid_layer_pattern.partition(DEPTH)[0].split(STAGE)
+    count = len(stages)
+    least = 2 if s.requests.get("overlap_p2p_comm", (True,))[0] else 3  # see pipeline.check_interleaving_stages
+    fewer = [str(ranks) for ranks in range(least, count) if count % ranks == 0]
+    if f.pp == count or str(f.pp) in fewer or (f.pp == 2 and divides(2, count)):
+        return
+    empty = [str(number) for number, letters in enumerate(stages, start=1) if not letters]
+    yield s.violation(
+        "{hybrid_layer_pattern} has {count} stages (|){empty}: {pipeline_model_parallel_size:flag} must be {count}"
+        "{fewer}, not {ranks}.",
+        count=count,
+        empty=f", no layer in stage {' or '.join(empty)}" if empty else "",
+        fewer=f", or {' or '.join(fewer)} with several stages per rank" if fewer else "",
+        ranks=f.pp,
+    )
 
 
 def _head_problems(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
@@ -180,6 +214,11 @@ def limit_hybrid_layers(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
     """List what layers of one sublayer are not built for."""
     pattern = s.hybrid_layer_pattern or ""
     letters = all_letters(pattern)
+    yield Limit(
+        set(LATER).intersection(letters),
+        "{hybrid_layer_pattern:flag} with C, H, W or groups in [ ], which a later Megatron-LM has, is not implemented "
+        "yet.",
+    )
     yield Limit(
         pattern and s.multi_latent_attention and not _has_latents(letters),
         f"{{hybrid_layer_pattern:flag}} cannot be combined with {{multi_latent_attention:flag}}: {ATTENTION} is "

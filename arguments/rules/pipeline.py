@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from arguments.layer_pattern import STAGE
 from arguments.mechanisms.schedule_kinds.declaration import PIPELINE_SCHEDULE, ScheduleCapability
 from arguments.mechanisms.schedules import SCHEDULES, asked_schedule, get_schedule
 from arguments.mechanisms.support import keys_with, rejecting
@@ -11,10 +12,22 @@ from arguments.rules.layout_grammar import problems, read_layout
 from arguments.settings import Limit, Settings, Violation
 
 FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
-LAYOUT = "pipeline_model_parallel_layout"
+LAYOUT, PATTERN = "pipeline_model_parallel_layout", "hybrid_layer_pattern"
 PER_VIRTUAL, VIRTUAL = "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"
 ACCOUNT = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 PP = "pipeline_model_parallel_size"
+_STAGES = f"{STAGE} in "
+
+
+def layout_flag(s: Settings) -> str:
+    """Return the flag that a layout comes from, by destination: its own, or that of a pattern with stages (|)."""
+    return PATTERN if s.source[LAYOUT] == "derived" and STAGE in (s.hybrid_layer_pattern or "") else LAYOUT
+
+
+def _virtual_flags(s: Settings) -> list[str]:
+    """Return the flags that decide the number of virtual stages, by destination; the first one does."""
+    found = [dest for dest in (LAYOUT, VIRTUAL, PER_VIRTUAL) if getattr(s, dest) is not None]
+    return [layout_flag(s) if dest == LAYOUT else dest for dest in found]
 
 
 # Derived values.
@@ -57,17 +70,18 @@ def check_layers_per_stage(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     extra = [s.flag(dest) for dest in ACCOUNT if getattr(s, dest)]
     counted = f" (+{len(extra)} for {' and '.join(extra)})" if extra else ""
     yield s.violation(
-        "{num_layers}{counted} must be a multiple of {pipeline_model_parallel_size}; for uneven stages use "
+        "{num_layers}{counted} must be a multiple of {pipeline_model_parallel_size}; for uneven stages use {first}"
         "--decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers or --pipeline-model-parallel-layout.",
         *(dest for dest in ACCOUNT if getattr(s, dest)),
         counted=counted,
+        first=f"{_STAGES}{s.flag(PATTERN)}, " if s.hybrid_layer_pattern else "",
     )
 
 
 def check_one_virtual_stage_flag(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
-    given = [dest for dest in (PER_VIRTUAL, VIRTUAL, LAYOUT) if getattr(s, dest) is not None]
+    given = _virtual_flags(s)[::-1]
     if len(given) > 1:
-        shown = " and ".join(s.describe(dest) for dest in given)
+        shown = " and ".join((_STAGES if dest == PATTERN else "") + s.describe(dest) for dest in given)
         yield s.violation(
             "Use only one of {shown}: each of them decides the number of virtual stages.", *given, shown=shown
         )
@@ -104,8 +118,8 @@ def check_virtual_stages(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
 def check_interleaving_stages(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     if f.vpp is None:
         return
-    cause = next(dest for dest in (LAYOUT, VIRTUAL, PER_VIRTUAL) if getattr(s, dest) is not None)
-    if f.pp == 1:
+    cause = _virtual_flags(s)[0]
+    if f.pp == 1 and cause != PATTERN:  # see hybrid.check_pattern_stages
         yield s.violation(
             "{} makes {vpp} virtual stages, which needs {pipeline_model_parallel_size:flag} above 1: interleaving "
             "reduces the bubble between pipeline ranks.",
@@ -187,8 +201,10 @@ def check_layout_conflicts(s: Settings, _f: DerivedSizes) -> Iterator[Violation]
     others += [dest for dest in ACCOUNT if getattr(s, dest)]
     if getattr(s, LAYOUT) is not None and others:
         yield s.violation(
-            "{pipeline_model_parallel_layout} cannot be combined with {flags}: the layout already places every layer.",
+            "{stages}{} cannot be combined with {flags}: the layout already places every layer.",
+            layout_flag(s),
             *others,
+            stages=_STAGES if layout_flag(s) == PATTERN else "",
             flags=", ".join(s.describe(dest) for dest in others),
         )
 
@@ -203,7 +219,7 @@ def check_layout_syntax(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
 
 
 def check_layout_fits_model(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
-    if f.layout is None:
+    if f.layout is None or layout_flag(s) == PATTERN:
         return
     related = {"stages, which": PP, "decoder layers": "num_layers", "MTP": "mtp_num_layers"}
     for clause in problems(f.layout, f.pp, f.layers, f.mtp_depths):
@@ -222,7 +238,7 @@ def check_microbatch_groups(s: Settings, f: DerivedSizes) -> Iterator[Violation]
         yield s.violation(
             "{} makes {vpp} virtual stages per pipeline rank, which needs at least as many microbatches in an "
             "iteration as pipeline ranks ({pipeline_model_parallel_size}), not {count}. Change {global_batch_size}.",
-            next(dest for dest in (LAYOUT, VIRTUAL, PER_VIRTUAL) if getattr(s, dest) is not None),
+            _virtual_flags(s)[0],
             vpp=f.vpp,
             count=count,
         )
@@ -247,9 +263,9 @@ def check_microbatch_groups(s: Settings, f: DerivedSizes) -> Iterator[Violation]
 def limit_pipeline_schedule(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
     asked, virtual = asked_schedule(s), ScheduleCapability.VIRTUAL_STAGES
     for schedule, _ in rejecting(SCHEDULES, virtual):
-        for cause in (LAYOUT, VIRTUAL, PER_VIRTUAL):
+        for cause in (LAYOUT, VIRTUAL, PER_VIRTUAL, PATTERN):
             yield Limit(
-                schedule is asked and f.vpp is not None and getattr(s, cause) is not None,
+                schedule is asked and f.vpp is not None and cause in _virtual_flags(s),
                 f"{schedule.mention} cannot run the virtual stages that {{}} makes; choose "
                 f"{' or '.join(keys_with(SCHEDULES, virtual))}.",
                 (cause,),

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from arguments.container import OPTIONS
+from arguments.layer_pattern import MLP, MOE, all_letters
 from arguments.mechanisms.selections import expert_split
 from arguments.mechanisms.sublayers import always_rotates
 from arguments.rules.derived_sizes import DerivedSizes, divides, positive, quotient
@@ -76,11 +77,25 @@ def resolve_softmax_in_fp32(s: Settings, _f: DerivedSizes) -> None:
 
 
 def note_unused_ffn_hidden_size(s: Settings, f: DerivedSizes) -> None:
-    widths = ("ffn_hidden_size", "moe_ffn_hidden_size")
-    reads = s.moe_use_upcycling or expert_split(s) is not None
-    is_typed = all(s.given(dest) for dest in widths) and widths[0] in s.typed
-    if is_typed and f.moe_layers and all(f.moe_layers) and not reads:
-        s.note_no_effect(s.shown(widths[0]), f"all layers have experts, of {s.shown(widths[1])}")
+    dense, expert = "ffn_hidden_size", "moe_ffn_hidden_size"
+    reads = _has_dense(s, f) or s.moe_use_upcycling or expert_split(s) is not None
+    if reads or dense not in s.typed:
+        return
+    if s.hybrid_layer_pattern and MOE not in all_letters(s.hybrid_layer_pattern):
+        s.note_no_effect(s.shown(dense), f"no layer is a feed-forward ({MLP} or {MOE})")
+    elif s.given(expert):
+        if s.hybrid_layer_pattern:
+            reason = f"no layer is a dense feed-forward ({MLP}), and experts have {s.shown(expert)}"
+        else:
+            reason = f"all layers have experts, of {s.shown(expert)}"
+        s.note_no_effect(s.shown(dense), reason)
+
+
+def _has_dense(s: Settings, f: DerivedSizes) -> bool:
+    """Return whether a layer has a dense feed-forward."""
+    if s.hybrid_layer_pattern:
+        return MLP in all_letters(s.hybrid_layer_pattern)
+    return f.moe_layers is None or not all(f.moe_layers)
 
 
 # Checks.
@@ -167,9 +182,8 @@ def check_expert_width_needs_experts(s: Settings, f: DerivedSizes) -> Iterator[V
 
 
 def check_widths_per_rank(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
-    has_dense = f.moe_layers is None or not all(f.moe_layers)
     for dest, parts, size in (
-        ("ffn_hidden_size" if has_dense else None, "tensor_model_parallel_size", f.tp),
+        ("ffn_hidden_size" if _has_dense(s, f) else None, "tensor_model_parallel_size", f.tp),
         ("moe_ffn_hidden_size" if f.experts else None, "expert_tensor_parallel_size", f.etp),
         ("moe_shared_expert_intermediate_size", "tensor_model_parallel_size", f.tp),
         ("padded_vocab_size", "tensor_model_parallel_size", f.tp),

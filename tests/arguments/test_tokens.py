@@ -57,6 +57,34 @@ def test_a_value_that_begins_with_a_dash_is_joined_to_its_flag():
     assert words == ["--window-size=-1,0", "--hybrid-layer-pattern=-E", "--lr", "-1.0"]
 
 
+def test_a_space_in_the_value_of_a_joined_flag_is_as_in_argparse():
+    words = [
+        "--save=runs/my run",
+        "--save-interval",
+        "2",
+        "--wandb-exp-name=my = run",
+        "--moe-layer-freq=([0]*1 + [1]*1)",
+    ]
+    args = parse_args([*TOY, "--num-experts", "4", "--disable-bias-linear", *words], 1)
+    assert (args.output.save, args.output.wandb_exp_name) == ("runs/my run", "my = run")
+    assert args.moe.moe_layer_freq == [0, 1]
+    moe = ["--num-experts", "4", "--moe-aux-loss-coeff", "0.01"]
+    (wrong,) = messages([*TOY, *moe, "--hybrid-layer-pattern=*E *E"])
+    assert wrong.startswith("--hybrid-layer-pattern *E *E must have one letter per layer, not ' ':")
+    for value in ("-3 x", "--no-such=a b", "--lr 1", "-- lr=1 2", "--lr 1=2", "--rl-x y=1"):
+        assert is_value(value)
+    (value,) = parse_tokens(["--wandb-exp-name", "--no-such=a b"]).given
+    assert value.value == "--no-such=a b"
+    assert drop_flags(["--save", "--lr 1", "--save=a b", "--lr", "1"], {"save"}) == ["--lr", "1"]
+
+
+def test_an_unknown_joined_flag_with_a_space_is_named():
+    words = ["--bf16", "--sav=a b", "--img-h=2 3", "--=a b"]
+    unknown, product, stray = (violation.message for violation in parse_tokens(words).violations)
+    assert unknown.startswith("--sav: this flag is unknown; did you mean --save")
+    assert product.startswith("--img-h: this flag is for vision models") and stray.startswith("unexpected argument")
+
+
 def test_value_of_a_similar_flag_is_named():
     (wrong,) = messages([*TOY, "--moe-token-dispatcher-type", "hybridep"])
     assert wrong.endswith("alltoall, flex (hybridep is a value of --moe-flex-dispatcher-backend)")
