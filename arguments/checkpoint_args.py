@@ -8,11 +8,12 @@ import filecmp
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
+from types import MappingProxyType
 
 from arguments.container import OPTIONS
 from arguments.flag_properties import Restore
 from arguments.flag_status import RENAMED_VALUES
-from arguments.layer_flags import LAYER_FLAGS, by_sublayer, layer_letters
+from arguments.layer_flags import LAYER_FLAGS, by_sublayer, dense_layers, difference
 from arguments.layer_pattern import STAGE, letter_flags
 from arguments.mechanisms.selections import SELECTING
 from arguments.mechanisms.sublayers import VARIANT, always_rotates
@@ -36,6 +37,8 @@ CAPACITY = _restored("capacity")
 DATA = _restored("data")
 TOKENIZER = _restored("tokenizer")
 MAPPING = _restored("mapping")
+MUST_AGREE = _restored("must agree")
+"""Flags that make another model although they need not change any shape."""
 STAGES = tuple(dest for dest in MAPPING if not dest.endswith("_parallel_size"))
 """Flags that place layers on pipeline stages."""
 MUP = tuple(dest for dest in TO_EVALUATE if dest.startswith(("use_mup", "mup_")))
@@ -47,8 +50,28 @@ TOKENIZER_FILES = tuple(
 )
 """What makes a folder a tokenizer."""
 
-_SEVERAL_SPELLINGS = ("moe_router_load_balancing_type", "hybrid_layer_pattern", "moe_layer_freq")
-"""Flags with values that mean the same, of which the command line's stays."""
+
+def _selecting(value: object) -> object:
+    kinds = value if isinstance(value, tuple) else (value,)
+    return next((kind for kind in kinds if kind in SELECTING), None)
+
+
+def _without_stages(value: object) -> object:
+    return value.replace(STAGE, "") if isinstance(value, str) else value
+
+
+def _one_for_all(value: object) -> object:
+    return 1 if isinstance(value, tuple) and set(value) == {1} else value
+
+
+_SPELLED_ALIKE: Mapping[str, Callable[[object], object]] = MappingProxyType(
+    {
+        "moe_router_load_balancing_type": _selecting,
+        "hybrid_layer_pattern": _without_stages,
+        "moe_layer_freq": _one_for_all,
+    }
+)
+"""What several values of a flag mean alike, of which the command line's stays."""
 
 
 @dataclass(frozen=True)
@@ -161,14 +184,7 @@ def meaning(dest: str, flags: Mapping[str, object]) -> object:
         value = flags.get(unset) if isinstance(unset, str) else OPTIONS[dest].default if unset is None else unset
     if isinstance(value, list | tuple):
         value = tuple(value)
-    if dest == "moe_router_load_balancing_type":
-        kinds = value if isinstance(value, tuple) else (value,)
-        return next((kind for kind in kinds if kind in SELECTING), None)
-    if dest == "hybrid_layer_pattern" and isinstance(value, str):
-        return value.replace(STAGE, "")
-    if dest == "moe_layer_freq" and isinstance(value, tuple) and set(value) == {1}:
-        return 1
-    return value or None
+    return _SPELLED_ALIKE.get(dest, lambda value: value)(value) or None
 
 
 def _group_limit(dest: str, flags: Mapping[str, object]) -> object:
@@ -193,12 +209,14 @@ class Replaced:
 
     Attributes:
         shown: the flag and its value as given.
+        layers: of a hybrid pattern, how its layers differ from those of a GPT model.
     """
 
     flag: str
     shown: str
     value: object
     recorded: object
+    layers: str | None = None
 
 
 def apply(settings: Settings, recorded: Mapping[str, object]) -> dict[str, Replaced]:
@@ -221,14 +239,19 @@ def apply(settings: Settings, recorded: Mapping[str, object]) -> dict[str, Repla
     ]
     if settings.moe_use_upcycling:
         names = [dest for dest in names if dest not in _EXPERT_FLAGS]
-        if settings.given("hybrid_layer_pattern"):
+        if settings.given("hybrid_layer_pattern") and recorded.get("hybrid_layer_pattern"):
             names.remove("hybrid_layer_pattern")
     if _drops_mtp(settings):
         names = [dest for dest in names if not dest.startswith("mtp_")]
         recorded = without_mtp(recorded)
+    other_layers = None
     if _writes_pattern(settings, recorded):
-        names = [dest for dest in names if dest not in LAYER_FLAGS]
-        recorded |= by_sublayer(recorded)
+        other_layers = _layer_difference(settings, recorded)
+        if other_layers is None:
+            names = [dest for dest in names if dest not in LAYER_FLAGS]
+            recorded |= by_sublayer(recorded)
+        else:
+            recorded["hybrid_layer_pattern"] = None
     if settings.is_eval_only:
         names = _for_evaluation(settings, recorded, names)
     if _repads(settings, recorded):
@@ -240,10 +263,11 @@ def apply(settings: Settings, recorded: Mapping[str, object]) -> dict[str, Repla
             continue
         if value is None and settings.default(dest) is not None:  # no value of this flag
             continue
-        if dest in _SEVERAL_SPELLINGS and same_meaning(dest, recorded, settings.values):
+        if dest in _SPELLED_ALIKE and same_meaning(dest, recorded, settings.values):
             continue
         if dest in settings.typed:
-            replaced[dest] = Replaced(settings.flag(dest), settings.shown(dest), settings.values[dest], value)
+            layers = other_layers if dest == "hybrid_layer_pattern" else None
+            replaced[dest] = Replaced(settings.flag(dest), settings.shown(dest), settings.values[dest], value, layers)
         settings.forget(dest)
         settings.set_derived(dest, value, "from the checkpoint")
     is_fp32 = not settings.bf16 and not settings.fp16  # then everything is, and the flag is refused
@@ -275,7 +299,9 @@ def conflicts(settings: Settings, replaced: Mapping[str, Replaced], alone: Setti
         else:
             same = any(meaning(dest, settings.values) == meaning(dest, given) for given in (asked, alone.values))
             matters = dest in (*SHAPE, *LORA) and dest not in STORAGE and not same
-        if matters:
+        if old.layers is not None:
+            yield Violation((old.flag,), f"{old.shown}: the checkpoint is of a GPT model; {old.layers}.")
+        elif matters:
             yield Violation(
                 (old.flag,),
                 f"{old.shown}: the checkpoint has {dest} {old.recorded}, which --use-checkpoint-args takes. Leave "
@@ -312,12 +338,17 @@ def _drops_mtp(settings: Settings) -> bool:
 
 def _writes_pattern(settings: Settings, recorded: Mapping[str, object]) -> bool:
     """Return whether the command line writes the layers of the checkpoint's GPT model as a hybrid pattern."""
-    if not settings.hybrid_layer_pattern or recorded.get("hybrid_layer_pattern") or not recorded.get("num_layers"):
-        return False
+    written = settings.hybrid_layer_pattern and not recorded.get("hybrid_layer_pattern")
+    return bool(written and recorded.get("num_layers"))
+
+
+def _layer_difference(settings: Settings, recorded: Mapping[str, object]) -> str | None:
+    """Return how the layers of the command line's pattern differ from the checkpoint's, None if they do not."""
+    here = dense_layers(settings.values) if settings.moe_use_upcycling else settings.values
     try:
-        return layer_letters(recorded) == layer_letters(settings.values)
-    except (TypeError, ValueError):  # of a damaged record, whose values are rejected as they are taken
-        return False
+        return difference(recorded, here)
+    except (TypeError, ValueError) as error:  # values of a damaged record are rejected as they are taken
+        return f"its recorded flags are damaged: {error}"
 
 
 def _repads(settings: Settings, recorded: Mapping[str, object]) -> bool:

@@ -3,6 +3,8 @@
 A test fails for a flag that leaves out what it has to say: see CONTRIBUTING.md.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 Restore = Literal[
@@ -17,6 +19,7 @@ Restore = Literal[
     "capacity",
     "data",
     "to convert",
+    "must agree",
     "never",
 ]
 """When --use-checkpoint-args takes a flag from the checkpoint.
@@ -34,6 +37,8 @@ Restore = Literal[
 * capacity: for --skip-train from a run that drops tokens, unless given: the losses depend on it;
 * data: for --skip-train if the command line names no data at all;
 * to convert: for --ckpt-convert-format, unless given: it determines what is stored of a parameter;
+* must agree: next to another of these; a run does not resume with another value, which need not change any shape.
+  The others differ with a warning: a run may continue with another --rotary-base;
 * never: it says how a run trains or computes, not what.
 """
 
@@ -78,6 +83,28 @@ PathUse = Literal["read", "write", "cache", "data"]
 Bounds = Literal[">0", ">=0", "[0,1)", "[0,1]", "(0,1]", "any"]
 """Which numbers a flag takes, whatever else is given; a number that fp32 rounds to 0 is not above 0. "any":
 negative ones too. Without bounds, a rule has to refuse negative numbers."""
+
+
+@dataclass(frozen=True)
+class LayerNumbers:
+    """What a flag says of decoder layers by their numbers from 1, which are those of sublayers in a hybrid pattern.
+
+    Attributes:
+        of: the parts of layers that it is about.
+        unset: the entry of every layer without a value, or with 0; None: no entry is one that the flag could give.
+        entry: a layer's number and an integer value -> the layer's entry in a list; None if it takes lists only.
+        counts: an integer value is a number of layers, and there are no lists.
+    """
+
+    of: Literal["attention", "experts"]
+    unset: float | None = None
+    entry: Callable[[int, int], int] | None = None
+    counts: bool = False
+
+
+Layers = LayerNumbers | Literal["kinds"]
+"""What a flag says of single layers: something by number, or which kinds of sublayers they have, which a GPT model and
+a hybrid one say with other flags."""
 
 MAX_LAYERS = 100_000
 """Beyond this a number of layers is a slip of the keyboard, and no list is made for it."""

@@ -1,8 +1,14 @@
-"""The decoder layers that a record of flags describes, whichever flags describe them."""
+"""The decoder layers that a record of flags describes, whichever flags describe them: of a GPT model or a hybrid one.
+
+What a flag has to do with them is its `layers` (flag_properties.py).
+"""
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
+from arguments.container import OPTIONS
+from arguments.flag_properties import LayerNumbers
 from arguments.layer_pattern import (
     ATTENTION,
     LATENT,
@@ -15,14 +21,17 @@ from arguments.layer_pattern import (
 )
 from arguments.mechanisms.sublayers import VARIANT, variant_of
 from arguments.mtp import mtp_letters, num_mtp_depths
+from arguments.spelling import to_command_line
 
 UNKNOWN = "?"
 """Of a sublayer that a hybrid model cannot have."""
 
-LAYER_FLAGS = frozenset({"num_layers", "moe_layer_freq", "linear_attention_freq", "hybrid_layer_pattern"})
+LAYER_FLAGS = frozenset(dest for dest, option in OPTIONS.items() if option.layers == "kinds")
 """Flags that describe the same layers otherwise in a GPT model and in a hybrid one."""
-NUMBERED_FLAGS = ("window_attn_skip_freq", "no_rope_freq", "rotary_base_per_layer")
-"""Flags of the attention of a layer by its number, which in a hybrid model is that of a sublayer."""
+NUMBERED_FLAGS = MappingProxyType(
+    {dest: option.layers for dest, option in OPTIONS.items() if isinstance(option.layers, LayerNumbers)}
+)
+"""Flags of layers by their number, which in a hybrid model is that of a sublayer."""
 
 
 def layer_letters(record: Mapping[str, Any]) -> str:
@@ -45,31 +54,109 @@ def layer_letters(record: Mapping[str, Any]) -> str:
     )
 
 
+def dense_layers(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return flags with an MLP in the place of the experts of each layer."""
+    pattern = record.get("hybrid_layer_pattern")
+    dense = {"hybrid_layer_pattern": pattern.replace(MOE, MLP)} if isinstance(pattern, str) else {}
+    return {**record, **dense, "num_experts": None}
+
+
 def entry_of_layer(dest: str, value: int | Sequence[float] | None, number: int) -> float | None:
     """Return what the value of a flag of NUMBERED_FLAGS says of a layer (counted from 1), as an entry of its list."""
+    numbers = NUMBERED_FLAGS[dest]
     if not value:
-        return {"window_attn_skip_freq": 1, "no_rope_freq": 0}.get(dest)
+        return numbers.unset
     if isinstance(value, int):
-        return int((number % value == 0) == (dest == "no_rope_freq"))
+        return None if numbers.entry is None else numbers.entry(number, value)
     return value[min(number, len(value)) - 1]
 
 
-def attention_entries(record: Mapping[str, Any], dest: str) -> tuple[float | None, ...]:
-    """Return what a flag of NUMBERED_FLAGS says of all attention: of the decoder, then of multi-token prediction."""
-    letters, depths = layer_letters(record), num_mtp_depths(record)
-    if pattern := record.get("hybrid_layer_pattern"):
-        letters += mtp_letters(pattern) * depths
+def numbered_entries(record: Mapping[str, Any], dest: str) -> tuple[float | None, ...]:
+    """Return what a flag of NUMBERED_FLAGS says of all layers that it is about.
+
+    Those are the attention of the decoder and then of multi-token prediction, or the experts of the decoder, as depths
+    are never among the first layers.
+    """
+    letters = layer_letters(record)
+    pattern = record.get("hybrid_layer_pattern")
+    if NUMBERED_FLAGS[dest].of == "experts":
+        numbers = [at if pattern else at // 2 for at, letter in enumerate(letters, start=1) if letter == MOE]
+    elif pattern:
+        letters += mtp_letters(pattern) * num_mtp_depths(record)
         numbers = [number for number, letter in enumerate(letters, start=1) if letter not in (MAMBA, MLP, MOE)]
     else:
-        numbers = [*range(1, len(letters) // 2 + 1 + depths)]
+        numbers = [*range(1, len(letters) // 2 + 1 + num_mtp_depths(record))]
     return tuple(entry_of_layer(dest, record.get(dest), number) for number in numbers)
 
 
-def by_sublayer(record: Mapping[str, Any]) -> dict[str, list[float | None]]:
+def by_sublayer(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the flags of NUMBERED_FLAGS of a GPT model, as a hybrid model with the same layers has them."""
     numbers = range(2, len(layer_letters(record)) + 2)
     return {
-        dest: [entry_of_layer(dest, record[dest], number // 2) for number in numbers]
-        for dest in NUMBERED_FLAGS
-        if record.get(dest) and isinstance(record[dest], int | list | tuple)
+        dest: 2 * record[dest]
+        if NUMBERED_FLAGS[dest].counts
+        else [entry_of_layer(dest, record[dest], number // 2) for number in numbers]
+        for dest in _given_numbers(record)
     }
+
+
+def by_layer(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the flags of NUMBERED_FLAGS of a hybrid model of pairs of sublayers, as a GPT model has them."""
+    numbers = range(1, len(layer_letters(record)), 2)
+    return {
+        dest: record[dest] // 2
+        if NUMBERED_FLAGS[dest].counts
+        else [entry_of_layer(dest, record[dest], number) for number in numbers]
+        for dest in _given_numbers(record)
+    }
+
+
+def _given_numbers(record: Mapping[str, Any]) -> list[str]:
+    return [
+        dest
+        for dest, numbers in NUMBERED_FLAGS.items()
+        if record.get(dest) and isinstance(record[dest], int if numbers.counts else int | list | tuple)
+    ]
+
+
+def depth_letters(record: Mapping[str, Any]) -> str:
+    """Return one letter per sublayer of a multi-token-prediction depth, "" without depths."""
+    if record.get("hybrid_layer_pattern"):
+        return mtp_letters(record["hybrid_layer_pattern"])
+    return layer_letters(record)[-2:] if num_mtp_depths(record) else ""
+
+
+def difference(saved: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
+    """Return what the first layer is that differs between models of the two flavors, None if there is none."""
+    one, other = layer_letters(saved), layer_letters(here)
+    if one == other:
+        one, other = depth_letters(saved), depth_letters(here)
+        if one == other or not (one and other):
+            return None
+        return (
+            f"as --hybrid-layer-pattern the layers of a depth of multi-token prediction are {one}, and those of this "
+            f"run {other}"
+        )
+    number = next((at for at, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
+    first, second = (letters[number : number + 1] or "none" for letters in (one, other))
+    return (
+        f"as --hybrid-layer-pattern its layers are {one}, and those of this run {other}: layer {number} (from 0) is "
+        f"{first} in the checkpoint and {second} here"
+    )
+
+
+def numbering_difference(saved: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
+    """Return which flag gives a layer something else in two models without a `difference`, None if none does."""
+    for dest, numbers in NUMBERED_FLAGS.items():
+        one, other = numbered_entries(saved, dest), numbered_entries(here, dest)
+        if any(a != b for a, b in zip(one, other)):  # one of them may have no multi-token prediction
+            flag = OPTIONS[dest].spellings[0]
+            translated = by_layer(saved) if saved.get("hybrid_layer_pattern") else by_sublayer(saved)
+            words = to_command_line({dest: translated[dest]}) if translated.get(dest) else []
+            part = "attention" if numbers.of == "attention" else "MoE layer"
+            return (
+                f"{flag} numbers its layers, which are sublayers in a hybrid model: one entry for each {part} is "
+                f"{[*one]} in the checkpoint, and {[*other]} with {flag} {here.get(dest)} of this run. "
+                + (f"Give {' '.join(words)}" if words else f"Leave {flag} out")
+            )
+    return None

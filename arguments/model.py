@@ -7,7 +7,7 @@ the help text. schema.py turns fields into options.
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from arguments.flag_properties import MAX_SIZE, MAX_STD
+from arguments.flag_properties import MAX_SIZE, MAX_STD, LayerNumbers
 from arguments.mechanisms import attention_backends
 from arguments.mechanisms.implementation_kinds.declaration import ImplementationCapability
 from arguments.mechanisms.implementations import needs_support
@@ -65,7 +65,12 @@ class ModelArgs(TransformerArgs):
     """Cut sequences into chunks of this number of tokens, and attend to those of the query's chunk only (Llama 4).
     Unset: no chunks. A flag of this program."""
     window_attn_skip_freq: int | list[int] | None = flag(
-        None, parse=layer_pattern, restore="always", needs="window_size or attention_chunk_size", role="size"
+        None,
+        parse=layer_pattern,
+        restore="always",
+        needs="window_size or attention_chunk_size",
+        role="size",
+        layers=LayerNumbers("attention", unset=1, entry=lambda number, every: int(number % every != 0)),
     )
     """Layers with full attention instead of the window or the chunks: every N-th, or a pattern with 0 for each of them
     and 1 for the others."""
@@ -156,6 +161,7 @@ class ModelArgs(TransformerArgs):
         needs=_MIXERS,
         role="size",
         demands=SublayerCapability.LINEAR_LAYERS,
+        layers="kinds",
     )
     """Layers with linear attention or short convolutions: N keeps softmax attention in every N-th layer only, a
     pattern has 1 for each layer without it and 0 for the others."""
@@ -175,13 +181,13 @@ class ModelArgs(TransformerArgs):
     kda_decay_lower_bound: float | None = flag(None, restore="always", needs=_BY_CHANNEL, bounds="any")
     """Kimi delta attention: lower bound of the logarithm of a decay, which is then a sigmoid times the bound. Unset: no
     bound. A flag of this program."""
-    hybrid_layer_pattern: str | None = flag(None, restore="always", role="size")
+    hybrid_layer_pattern: str | None = flag(None, restore="always", role="size", layers="kinds")
     """Layers of one sublayer each, one letter per layer: {letters}. A | begins the next pipeline stage, and a / a depth
     of multi-token prediction, all with the same letters. Determines --num-layers, --moe-layer-freq, --mtp-num-layers
     and the variant of attention. Unset: transformer layers."""
     hybrid_override_pattern: str | None = flag(None, restore="never")
     """Deprecated spelling of --hybrid-layer-pattern."""
-    mtp_hybrid_override_pattern: str | None = flag(None, restore="always")
+    mtp_hybrid_override_pattern: str | None = flag(None, restore="always", layers="kinds")
     """Deprecated: the letters of each of --mtp-num-layers depths of multi-token prediction, which
     --hybrid-layer-pattern has after a /."""
     is_hybrid_model: bool = flag(False, restore="never")
@@ -265,7 +271,7 @@ class ModelArgs(TransformerArgs):
     lora_dim: int | None = flag(None, restore="adapters", bounds=">0", demands=SublayerCapability.ADAPTERS)
     """LoRA: rank of the adapters, which are trained while every other parameter is frozen. Unset: none. A flag of this
     program."""
-    lora_alpha: float = flag(32.0, restore="adapters", needs="lora_dim", bounds=">0")
+    lora_alpha: float = flag(32.0, restore=("adapters", "must agree"), needs="lora_dim", bounds=">0")
     """LoRA: an adapter's output is multiplied by this and divided by --lora-dim. A flag of this program."""
     lora_dropout: float = flag(0.0, restore="never", needs="lora_dim", bounds="[0,1)", role="noise")
     """LoRA: dropout probability of an adapter's input. A flag of this program."""
@@ -307,7 +313,7 @@ class ModelArgs(TransformerArgs):
     """Build the model without storage first, and materialize it when it is sharded."""
 
     # ---- maximal update parametrization
-    use_mup: bool = flag(False, restore="to evaluate", demands=SublayerCapability.MUP)
+    use_mup: bool = flag(False, restore=("to evaluate", "must agree"), demands=SublayerCapability.MUP)
     """Scale initial weights, logits and learning rates with the width (muP), so that rates tuned at one width fit
     another."""
     mup_base_hidden_size: int | None = flag(None, restore="to evaluate", needs="use_mup", bounds=">0", role="size")

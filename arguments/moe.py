@@ -7,7 +7,7 @@ the help text. schema.py turns fields into options.
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from arguments.flag_properties import MAX_EXPERTS, MAX_SIZE
+from arguments.flag_properties import MAX_EXPERTS, MAX_SIZE, LayerNumbers
 from arguments.mechanisms.dispatchers import BACKENDS, TYPES
 from arguments.mechanisms.selection_kinds.declaration import SelectionCapability
 from arguments.mechanisms.selections import BALANCING_KINDS, expert_split, output_slices
@@ -38,7 +38,9 @@ class MoEArgs:
     # ---- experts
     num_experts: int | None = flag(None, restore="always", bounds=">=0", most=MAX_EXPERTS, role="size")
     """Number of routed experts of an MoE layer. Unset or 0: a dense model."""
-    moe_layer_freq: int | list[int] = flag(1, parse=layer_pattern, restore="always", needs="num_experts", role="size")
+    moe_layer_freq: int | list[int] = flag(
+        1, parse=layer_pattern, restore="always", needs="num_experts", role="size", layers="kinds"
+    )
     """Layers with experts: N means every N-th from the first on, a pattern such as ([0]*3+[1]*58) has 1 for each of
     them."""
     moe_ffn_hidden_size: int | None = flag(
@@ -159,7 +161,13 @@ class MoEArgs:
     """Skew the routing for benchmarks: standard deviation of a random bias per expert, drawn in every step (once if
     negative)."""
     moe_n_hash_layers: int = flag(
-        0, restore="always", needs="num_experts", bounds=">=0", role="size", demands=SelectionCapability.HASH_LAYERS
+        0,
+        restore="always",
+        needs="num_experts",
+        bounds=">=0",
+        role="size",
+        demands=SelectionCapability.HASH_LAYERS,
+        layers=LayerNumbers("experts", unset=0, entry=lambda number, first: int(number <= first), counts=True),
     )
     """Number of first layers, dense ones included, that choose experts by token id from a fixed table instead of by
     score (DeepSeek-V4). The weights of the chosen experts still come from the router."""

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from arguments.flag_properties import Bounds, PathUse, Restore, Role
+from arguments.flag_properties import Bounds, Layers, PathUse, Restore, Role
 
 _ROLE_OF_SECTION: Mapping[str, Role] = types.MappingProxyType(
     {"model": "model", "moe": "model", "parallel": "parallel", "data": "data", "output": "output"}
@@ -47,6 +47,7 @@ def flag(
     bounds: Bounds | None = None,
     most: float | None = None,
     draws: tuple[object, ...] = (),
+    layers: Layers | None = None,
 ):
     """Declare a flag of which there is more to say than its name, type and default.
 
@@ -57,13 +58,14 @@ def flag(
     `role`, unless it is that of most flags of the section; `restore`, which every flag of the model, of its experts and
     of the data says, and of the others those that a checkpoint restores; `bounds` and `most`, the largest value, of
     numbers. `unset` is what a flag without a value means for the weights: a value, or the name of the flag whose value
-    it takes. `draws` are values that random mappings are proven with (moe_trainer/verification/random_layouts.py).
+    it takes. `layers` is what the flag says of single decoder layers. `draws` are values that random mappings are
+    proven with (moe_trainer/verification/random_layouts.py).
     """
     needs = (needs,) if isinstance(needs, str) else needs
     restore = (restore,) if isinstance(restore, str) else restore
     metadata: dict[str, object] = {"on": spellings, "off": off, "nargs": nargs, "parse": parse, "metavar": metavar}
     metadata |= {"hidden": hidden, "restore": restore, "unset": unset, "needs": needs, "path": path, "role": role}
-    metadata |= {"bounds": bounds, "most": most, "draws": draws}
+    metadata |= {"bounds": bounds, "most": most, "draws": draws, "layers": layers}
     metadata |= {"demands": (demands,) if isinstance(demands, Enum) else demands}
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
@@ -142,6 +144,7 @@ class Option:
     bounds: Bounds | None
     most: float | None
     draws: tuple[object, ...]
+    layers: Layers | None
 
     @property
     def spellings(self) -> tuple[str, ...]:
@@ -260,6 +263,7 @@ def make_option(field: dataclasses.Field, section: str) -> Option:
         bounds=extra.get("bounds"),
         most=extra.get("most"),
         draws=extra.get("draws", ()),
+        layers=extra.get("layers"),
     )
 
 

@@ -7,7 +7,7 @@ the help text. schema.py turns fields into options.
 from dataclasses import dataclass
 from typing import Literal
 
-from arguments.flag_properties import MAX_LAYERS, MAX_SIZE
+from arguments.flag_properties import MAX_LAYERS, MAX_SIZE, LayerNumbers
 from arguments.mechanisms.sublayer_kinds.declaration import SublayerCapability
 from arguments.schema import flag, layer_pattern
 
@@ -22,14 +22,16 @@ class TransformerArgs:
     """Sizes, norms, activations and positions."""
 
     # ---- sizes
-    num_layers: int = flag(None, restore="always", bounds=">0", most=MAX_LAYERS, role="size")
+    num_layers: int = flag(
+        None, restore=("always", "must agree"), bounds=">0", most=MAX_LAYERS, role="size", layers="kinds"
+    )
     """Number of decoder layers, without multi-token-prediction layers."""
-    hidden_size: int = flag(None, restore="always", bounds=">0", most=MAX_SIZE, role="size")
+    hidden_size: int = flag(None, restore=("always", "must agree"), bounds=">0", most=MAX_SIZE, role="size")
     """Width of the residual stream, which every layer reads and writes."""
     ffn_hidden_size: int = flag(None, restore="always", bounds=">0", most=MAX_SIZE, role="size")
     """Width of a dense feed-forward layer. Unset: 4 x hidden size, or 8/3 x hidden size rounded down to a multiple
     of 64 with --swiglu."""
-    num_attention_heads: int = flag(None, restore="always", bounds=">0", most=MAX_SIZE, role="size")
+    num_attention_heads: int = flag(None, restore=("always", "must agree"), bounds=">0", most=MAX_SIZE, role="size")
     """Number of query heads."""
     kv_channels: int = flag(None, restore="always", bounds=">0", most=MAX_SIZE, role="size")
     """Number of channels of one attention head. Unset: hidden size / heads."""
@@ -134,7 +136,7 @@ class TransformerArgs:
 
     # ---- positions
     position_embedding_type: Literal["learned_absolute", "rope", "yarn", "mrope", "relative", "none"] = flag(
-        "learned_absolute", restore="always"
+        "learned_absolute", restore=("always", "must agree")
     )
     """Kind of position embedding: a learned table, rotary (rope), YaRN, or none."""
     use_rotary_position_embeddings: bool = flag(False, restore="never")
@@ -175,10 +177,17 @@ class TransformerArgs:
         needs=ROTARY,
         role="size",
         demands=SublayerCapability.LAYERS_WITHOUT_ROPE,
+        layers=LayerNumbers("attention", unset=0, entry=lambda number, every: int(number % every == 0)),
     )
     """Layers without rotary embedding: every N-th, or a pattern with 1 for each of them and 0 for the others."""
     rotary_base_per_layer: list[float] | None = flag(
-        None, restore="always", needs=ROTARY, bounds=">0", role="size", demands=SublayerCapability.LAYER_ROTARY_BASES
+        None,
+        restore="always",
+        needs=ROTARY,
+        bounds=">0",
+        role="size",
+        demands=SublayerCapability.LAYER_ROTARY_BASES,
+        layers=LayerNumbers("attention"),
     )
     """Base of the rotary frequencies of each layer, one number for each. Unset: --rotary-base in all."""
     window_rotary_percent: float | None = flag(None, restore="always", needs="window_size", bounds="(0,1]")

@@ -51,6 +51,7 @@ CHECKPOINT = {
     "capacity": "with `--skip-train` taken from a checkpoint whose run dropped tokens, unless given",
     "data": "with `--skip-train` taken from the checkpoint, unless other data are given",
     "to convert": "with `--ckpt-convert-format` taken from the checkpoint, unless given",
+    "must agree": "",
     "never": "",
 }
 VALUES = {"int": "a whole number", "float": "a number", "str": "text"}

@@ -15,9 +15,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from arguments.layer_flags import NUMBERED_FLAGS, attention_entries, layer_letters
 from arguments.mechanisms.format_kinds.eight_bit import SCALING_PREFIX
-from arguments.mtp import mtp_letters, num_mtp_depths
 
 _SCALING = f"(?:{re.escape(SCALING_PREFIX)})?"
 _LAYER = re.compile(rf"^({_SCALING}decoder\.layers\.)(\d+)\.(.+)$")
@@ -54,42 +52,3 @@ def to_flavor(name: str, hybrid: bool) -> str:
     prefix, number, rest = layer[1], int(layer[2]), layer[3]
     number = 2 * number + rest.startswith(_FEED_FORWARD) if hybrid else number // 2
     return f"{prefix}{number}.{rest}"
-
-
-def depth_letters(record: Mapping[str, Any]) -> str:
-    """Return one letter per sublayer of a multi-token-prediction depth, "" without depths."""
-    if is_hybrid(record):
-        return mtp_letters(record["hybrid_layer_pattern"])
-    return layer_letters(record)[-2:] if num_mtp_depths(record) else ""
-
-
-def difference(saved: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
-    """Return what the first layer is that differs between models of the two flavors, None if there is none."""
-    one, other = layer_letters(saved), layer_letters(here)
-    if one == other:
-        one, other = depth_letters(saved), depth_letters(here)
-        if one == other or not (one and other):
-            return None
-        return (
-            f"as --hybrid-layer-pattern the layers of a depth of multi-token prediction are {one}, and those of this "
-            f"run {other}"
-        )
-    number = next((at for at, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
-    first, second = (letters[number : number + 1] or "none" for letters in (one, other))
-    return (
-        f"as --hybrid-layer-pattern its layers are {one}, and those of this run {other}: layer {number} (from 0) is "
-        f"{first} in the checkpoint and {second} here"
-    )
-
-
-def numbering_difference(saved: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
-    """Return which flag gives attention something else in two models without a `difference`, None if none does."""
-    for dest in NUMBERED_FLAGS:
-        one, other = attention_entries(saved, dest), attention_entries(here, dest)
-        if any(a != b for a, b in zip(one, other)):  # one of them may have no multi-token prediction
-            flag = "--" + dest.replace("_", "-")
-            return (
-                f"{flag} numbers its layers, which are sublayers in a hybrid model: one entry for each attention is "
-                f"{[*one]} in the checkpoint, and {[*other]} with {flag} {here.get(dest)} of this run"
-            )
-    return None

@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from arguments.checkpoint_args import LORA, MUP, SHAPE, same_meaning
+from arguments.checkpoint_args import LORA, MUP, MUST_AGREE, SHAPE, same_meaning
 from arguments.container import OPTIONS
-from arguments.layer_flags import LAYER_FLAGS
+from arguments.layer_flags import LAYER_FLAGS, NUMBERED_FLAGS, difference, numbering_difference
 from arguments.lora import is_adapter
 from arguments.mechanisms.format_kinds.eight_bit import SCALING_PREFIX
 from arguments.vocabulary import VOCABULARY_KEYS
 from moe_trainer.checkpoint import random_state
 from moe_trainer.checkpoint.errors import CheckpointError
-from moe_trainer.checkpoint.flavors import difference, is_hybrid, numbering_difference
+from moe_trainer.checkpoint.flavors import is_hybrid
 from moe_trainer.checkpoint.options import LoadOptions
 from moe_trainer.checkpoint.ownership import KINDS, OwnerAssignment, ShardList, assign_owners
 from moe_trainer.checkpoint.reading import fill, read_object
@@ -46,11 +46,11 @@ SCALING = SCALING_PREFIX
 _NOT_NEEDED = re.compile(r"\.(_extra_state|inv_freq|(local|global)_tokens_per_expert|ga_steps)(/|$)")
 _INDEXER = ".core_attention.indexer."
 _MAX_LINES = 12
-# flags that make another model although they need not change any shape
-_MUST_AGREE = ("num_layers", "hidden_size", "num_attention_heads", "position_embedding_type", "use_mup", "lora_alpha")
-# flags of the architecture that change how it is stored; another padding is logged where it is found
+# a list, as the others that restore="storage" are worth a warning: another vocabulary, or how it is padded. Another
+# padded size is logged where it is found
 _OTHER_STORAGE = frozenset({"moe_grouped_gemm", "padded_vocab_size"})
-# sizes that are derived where a Hugging Face folder does not give them; another size would change shapes
+# a list, as the rules derive these sizes where a Hugging Face folder does not give them (a flag's `unset` is one value
+# or flag); another size would change shapes
 _DERIVED_SIZES = frozenset({"kv_channels", "ffn_hidden_size", "moe_ffn_hidden_size"})
 
 
@@ -81,10 +81,7 @@ class Loader:
         self._stored = {
             key: entry for key, entry in index.state_dict_metadata.items() if isinstance(entry, TensorStorageMetadata)
         }
-        # an upcycled index already has this run's names
-        self._is_other_flavor = (
-            not options.upcycle and "num_layers" in saved_args and is_hybrid(saved_args) != is_hybrid(options.args)
-        )
+        self._is_other_flavor = "num_layers" in saved_args and is_hybrid(saved_args) != is_hybrid(options.args)
         self._schemes = list(dict.fromkeys(self._scheme().alternatives()))
         # by (kind, weights or moments): all replicas hold the same weights, but not always the same moments
         self._requests: dict[tuple[str, str], dict[str, list[TensorShard]]] = {
@@ -105,16 +102,17 @@ class Loader:
             CheckpointError: if a GPT and a hybrid model differ in a layer.
         """
         here = self._options.args
-        if not self._is_other_flavor:
+        if not self._is_other_flavor or self._options.upcycle:  # whose index has this run's names
             return KeyScheme.from_record(here)
         kind = "hybrid" if is_hybrid(self._saved_args) else "GPT"
         try:
             problem = difference(self._saved_args, here)
-            if problem is None and not self._options.finetune:
-                problem = numbering_difference(self._saved_args, here)
+            numbering = None if problem else numbering_difference(self._saved_args, here)
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"{self._folder}: the recorded flags are damaged: {error}") from error
-        if problem is not None:
+        if numbering is not None and self._options.finetune:
+            self._warn("%s is of a %s model; %s", self._folder, kind, numbering)
+        elif problem := problem or numbering:
             raise CheckpointError(f"the checkpoint {self._folder} is of a {kind} model; {problem}")
         self._warn("%s is of a %s model with the same layers: its names are translated", self._folder, kind)
         return KeyScheme.from_record(self._saved_args, named_by=here)
@@ -229,7 +227,7 @@ class Loader:
         """
         strictness = self._options.strictness
         differing = self._differing_flags()
-        fatal = [] if self._options.finetune else [line for name, line in differing.items() if name in _MUST_AGREE]
+        fatal = [] if self._options.finetune else [line for name, line in differing.items() if name in MUST_AGREE]
         lines, remedy = list(self._mismatched), ""
         drops_modules = self._check_spec()
         self._initialize_indexers()
@@ -460,8 +458,8 @@ class Loader:
         here = self._options.args
         saved = self._saved_args
         left_out = _OTHER_STORAGE | {name for name in _DERIVED_SIZES if saved.get(name) is None}
-        if self._is_other_flavor:  # `difference` has compared the layers
-            left_out |= LAYER_FLAGS
+        if self._is_other_flavor:  # `difference` and `numbering_difference` have compared the layers
+            left_out |= LAYER_FLAGS | {*NUMBERED_FLAGS}
         if self._options.upcycle:  # of a dense model
             left_out |= {name for name in SHAPE if OPTIONS[name].section == "moe"} | {"hybrid_layer_pattern"}
         differences = {}

@@ -220,7 +220,7 @@ def load(
 
 def _find_checkpoint(directory: Path, options: LoadOptions) -> tuple[Path, Metadata] | None:
     """Return the folder to load and its index, which is checked."""
-    folder = resolve_checkpoint(directory, options.ckpt_step)
+    folder = resolve_checkpoint(directory, options.ckpt_step, loads=True)
     iteration = None if folder is None else folder_iteration(folder)
     if iteration is not None:
         recover_interrupted_rename(directory, iteration)

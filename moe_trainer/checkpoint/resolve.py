@@ -47,8 +47,11 @@ _OTHER_FORMATS = MappingProxyType(
 )
 
 
-def resolve_checkpoint(directory: Path, ckpt_step: int | None) -> Path | None:
+def resolve_checkpoint(directory: Path, ckpt_step: int | None, loads: bool = False) -> Path | None:
     """Return the folder that --load DIRECTORY [--ckpt-step N] names, None without a checkpoint. Read-only.
+
+    Args:
+        loads: the caller reads its weights; of several calls of a start this one warns that the tracker is missing.
 
     Raises:
         CheckpointError: if the tracker or --ckpt-step names a folder that does not exist.
@@ -72,11 +75,12 @@ def resolve_checkpoint(directory: Path, ckpt_step: int | None) -> Path | None:
         if not complete:
             return None
         wanted = complete[-1]
-        logger.warning(
-            "WARNING: %s is missing, but there are complete checkpoints; loading the latest, iteration %d",
-            directory / TRACKER,
-            wanted,
-        )
+        if loads:
+            logger.warning(
+                "WARNING: %s is missing, but there are complete checkpoints; loading the latest, iteration %d",
+                directory / TRACKER,
+                wanted,
+            )
     folder = directory / "release" if wanted == "release" else checkpoint_folder(directory, int(wanted))
     if not folder.is_dir():
         raise CheckpointError(f"{source} asks for {folder}, which does not exist. " + describe_complete(directory))

@@ -38,13 +38,16 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
+from arguments.checkpoint_args import MUP, SHAPE, STORAGE, same_meaning
 from arguments.container import OPTIONS
-from arguments.layer_pattern import MLP, MOE, STAGE, moe_layer_pattern, mtp_layer_pattern
+from arguments.layer_flags import LAYER_FLAGS, NUMBERED_FLAGS, dense_layers, difference, numbering_difference
+from arguments.layer_pattern import STAGE, moe_layer_pattern, mtp_layer_pattern
 from arguments.mechanisms.format_kinds.eight_bit import SCALING_PREFIX
 from arguments.mechanisms.selection_kinds.declaration import UpcycledExperts
 from arguments.mechanisms.selections import SPLITS, of_balancing
 from arguments.mup import recorded_width_mult
 from moe_trainer.checkpoint.errors import CheckpointError
+from moe_trainer.checkpoint.flavors import is_hybrid, to_flavor
 from moe_trainer.checkpoint.logical import LogicalTensor, logical_tensors, read_logical
 from moe_trainer.checkpoint.sharding import KeyScheme
 from moe_trainer.checkpoint.virtual_index import VirtualMetadata, add_chunk
@@ -54,11 +57,19 @@ from moe_trainer.parallel.rng import named_generator
 _NOT_PARAMETERS = ("optimizer.", "chained_", SCALING_PREFIX)
 _MLP = re.compile(r"^((?:decoder|mtp)\.layers\.\d+\.(?:\w+\.(?:layers\.\d+\.)?)?mlp)\.linear_fc([12])\.(weight|bias)$")
 _EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
-# flags that the dense model and the MoE model have in common
-_COMMON = tuple(
-    "num_layers hidden_size ffn_hidden_size num_attention_heads position_embedding_type normalization swiglu "
-    "squared_relu quick_geglu add_bias_linear multi_latent_attention mtp_num_layers".split()
+# a list of what is compared elsewhere: shapes have the heads that share keys, which two ways describe, and whether the
+# head is tied, which may be untied; `_check` compares patterns
+_NOT_SHARED = frozenset(
+    {
+        "group_query_attention",
+        "num_query_groups",
+        "untie_embeddings_and_output_weights",
+        "hybrid_layer_pattern",
+        *STORAGE,
+    }
 )
+_SHARED = tuple(dest for dest in (*SHAPE, *MUP) if OPTIONS[dest].section != "moe" and dest not in _NOT_SHARED)
+"""Flags that the dense model and the MoE model have in common: all that define the function of the dense weights."""
 
 
 @dataclass(frozen=True)
@@ -162,12 +173,14 @@ class UpcycledMetadata(VirtualMetadata):
         self._folder, self._dense = folder, dense
         self._held: tuple[LogicalTensor | None, Tensor] = (None, torch.empty(0))
         self._recipes: dict[MetadataIndex, TensorRecipe] = {}
+        hybrid = is_hybrid(args)
+        is_other_flavor = "num_layers" in saved and is_hybrid(saved) != hybrid
         tensors = {
-            tensor.name: tensor
+            to_flavor(tensor.name, hybrid) if is_other_flavor else tensor.name: tensor
             for tensor in logical_tensors(dense)
             if tensor.state is None and not tensor.name.startswith(_NOT_PARAMETERS)
         }
-        _check(folder, tensors, saved, args)
+        _check(folder, tensors, saved, args, is_other_flavor)
         scheme = KeyScheme.from_record(args)
         for recipe in tensor_recipes(tensors, UpcyclingSpec.from_args(args), args):
             place = dense.storage_data[MetadataIndex(recipe.source.key, recipe.source.chunks[0].offsets)]
@@ -209,7 +222,7 @@ def _becomes_experts(mlp: str, args: Mapping[str, Any]) -> bool:
 
 def _dense_pattern(flags: Mapping[str, Any]) -> str:
     """Return the pattern of a hybrid model with an MLP in the place of experts, "" for other models."""
-    return (flags.get("hybrid_layer_pattern") or "").replace(STAGE, "").replace(MOE, MLP)
+    return (dense_layers(flags).get("hybrid_layer_pattern") or "").replace(STAGE, "")
 
 
 def _copy(name: str, tensor: LogicalTensor) -> TensorRecipe:
@@ -274,7 +287,11 @@ def _drawn_tensor(
 
 
 def _check(
-    folder: Path, tensors: Mapping[str, LogicalTensor], saved: Mapping[str, Any], args: Mapping[str, Any]
+    folder: Path,
+    tensors: Mapping[str, LogicalTensor],
+    saved: Mapping[str, Any],
+    args: Mapping[str, Any],
+    is_other_flavor: bool,
 ) -> None:
     expert = next((name for name in tensors if ".experts." in name or ".router." in name), None)
     if expert is not None:
@@ -282,12 +299,21 @@ def _check(
             f"--moe-use-upcycling makes experts of a dense model, and {folder} has experts already ({expert}): "
             "leave the flag out to continue from it"
         )
+    translated = LAYER_FLAGS | {*NUMBERED_FLAGS} if is_other_flavor else frozenset()
     differing = [
         f"  {OPTIONS[name].spellings[0]} ({name}): {saved[name]!r} in the checkpoint, {args[name]!r} here"
-        for name in _COMMON
-        if name in saved and name in args and (saved[name] or None) != (args[name] or None)
+        for name in _SHARED
+        if name not in translated and name in saved and name in args and not same_meaning(name, saved, args)
     ]
-    if _dense_pattern(saved) != (pattern := _dense_pattern(args)):
+    if is_other_flavor:
+        here = dense_layers(args)
+        try:
+            problem = difference(saved, here) or numbering_difference(saved, here)
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"{folder}: the recorded flags are damaged: {error}") from error
+        if problem is not None:
+            differing.append(f"  the layers, with - for E: {problem}")
+    elif _dense_pattern(saved) != (pattern := _dense_pattern(args)):
         given = saved.get("hybrid_layer_pattern")
         differing.append(f"  --hybrid-layer-pattern, with - for E: {given!r} in the checkpoint, {pattern!r} here")
     if differing:

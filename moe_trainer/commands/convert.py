@@ -351,7 +351,7 @@ def _plan_to_hf(options: argparse.Namespace, most: int, dtype: torch.dtype | Non
     from moe_trainer.checkpoint.hf.files import read_json
     from moe_trainer.checkpoint.resolve import read_saved_args, resolve_checkpoint
 
-    folder = resolve_checkpoint(options.source, options.ckpt_step)
+    folder = resolve_checkpoint(options.source, options.ckpt_step, loads=True)
     if folder is None:
         if not os.path.exists(options.source):
             raise ValueError(f"{options.source}: no such folder")

@@ -333,7 +333,7 @@ class _Check:
             return None
         from moe_trainer.checkpoint.resolve import check_complete, check_format, is_weights_only, resolve_checkpoint
 
-        found = resolve_checkpoint(Path(folder), step)
+        found = resolve_checkpoint(Path(folder), step, loads=True)
         if found is None:
             return None
         check_format(found)

@@ -1,5 +1,6 @@
 """--use-checkpoint-args: the architecture is taken from the checkpoint."""
 
+import re
 from typing import get_args
 
 import pytest
@@ -8,14 +9,18 @@ from arguments import ArgumentError, find_checkpoint_args_source, parse_args
 from arguments.checkpoint_args import SHAPE, CheckpointArgsSource, apply, same_meaning
 from arguments.container import OPTIONS
 from arguments.flag_properties import Restore
+from arguments.help import field_docs
+from arguments.layer_flags import by_layer, by_sublayer, numbering_difference
 from arguments.mechanisms.selections import SELECTING
+from arguments.schema import layer_pattern
 from arguments.settings import Settings
 from arguments.tokens import parse_tokens
-from moe_trainer.checkpoint.flavors import numbering_difference
 from moe_trainer.commands import train_process
 from tests.arguments.test_tokens import TOY
 
 LINE = [*TOY, "--load", "runs/a", "--use-checkpoint-args"]
+AT_LAYERS = LINE.index("--num-layers")
+LINE_WITHOUT_LAYERS = [*LINE[:AT_LAYERS], *LINE[AT_LAYERS + 2 :], "--disable-bias-linear"]
 PLAIN = [word for word in LINE if word not in ("--tokenizer-type", "NullTokenizer")]
 
 
@@ -69,7 +74,7 @@ def _other_value(option):
 @pytest.mark.parametrize("restore", get_args(Restore))
 def test_restored_flags_are_taken(restore):
     """What a flag declares is what happens, in a training run and in an evaluation, a conversion, another mapping."""
-    dests = [dest for dest, option in OPTIONS.items() if option.restore == (restore,)]
+    dests = [dest for dest, option in OPTIONS.items() if {*option.restore} - {"must agree"} == {restore}]
     recorded = {dest: _other_value(OPTIONS[dest]) for dest in dests} | {"bf16": True}
     recorded |= {"moe_router_load_balancing_type": "sinkhorn"} if restore == "always" else {}
     recorded |= {"moe_expert_capacity_factor": 1.0} if restore == "capacity" else {}
@@ -151,6 +156,74 @@ def test_flags_that_number_layers_are_those_of_sublayers_in_a_pattern():
     assert numbering_difference(unset, none) is None
     in_depth = [{"hybrid_layer_pattern": "*-*-/*-", "no_rope_freq": [0, 0, 1, 1, each, 0]} for each in (0, 1)]
     assert "[0, 1, 0] in the checkpoint, and [0, 1, 1]" in (numbering_difference(*in_depth) or "")
+
+
+def test_counted_first_layers_are_twice_as_many_in_a_pattern():
+    gpt = {"num_layers": 4, "num_experts": 4, "moe_router_topk": 2, "moe_n_hash_layers": 2}
+    args = parse_args([*LINE_WITHOUT_LAYERS, "--hybrid-layer-pattern=*E*E*E*E"], 1, checkpoint=gpt)
+    assert args.moe.moe_n_hash_layers == 4
+    hybrid = args.as_dict()
+    assert numbering_difference(gpt, hybrid) is None and numbering_difference(hybrid, gpt) is None
+    for saved, here, wrong, right in ((gpt, hybrid, 2, 4), (hybrid, gpt, 4, 2)):
+        found = numbering_difference(saved, {**here, "moe_n_hash_layers": wrong}) or ""
+        assert "one entry for each MoE layer is [1, 1, 0, 0] in the checkpoint" in found
+        assert found.endswith(f"with --moe-n-hash-layers {wrong} of this run. Give --moe-n-hash-layers {right}")
+    never = numbering_difference({**gpt, "moe_n_hash_layers": 0}, hybrid) or ""
+    assert never.endswith("Leave --moe-n-hash-layers out")
+
+
+@pytest.mark.parametrize(
+    ("flags", "given"),
+    [
+        ({"no_rope_freq": 2}, "--no-rope-freq ([0]*2+[1]*2+[0]*2+[1]*2)"),
+        ({"window_attn_skip_freq": [1, 1, 0, 1], "window_size": (4, 0)}, "--window-attn-skip-freq ([1]*4+[0]*2+[1]*2)"),
+        ({"rotary_base_per_layer": [1.0, 2.0, 3.0, 4.0]}, "--rotary-base-per-layer 1.0 1.0 2.0 2.0 3.0 3.0 4.0 4.0"),
+    ],
+)
+def test_the_error_about_numbered_layers_has_the_right_flag(flags, given):
+    gpt, hybrid = {"num_layers": 4, **flags}, {"hybrid_layer_pattern": "*-*-*-*-"}
+    assert (numbering_difference(gpt, {**hybrid, **dict.fromkeys(flags)}) or "").endswith(f"Give {given}")
+    back = {**hybrid, **by_sublayer(gpt)}
+    assert (
+        by_layer(back).keys() == by_sublayer(gpt).keys()
+        and numbering_difference(back, {**gpt, **by_layer(back)}) is None
+    )
+
+
+OF_ALL_LAYERS = {
+    "csa_compress_ratios": "no pattern has layers with compressed keys",
+    "dsa_indexer_topk_freq": "rejected: no layers share a selection",
+    "mtp_num_layers": "depths, which have numbers of their layers",
+    "rope_scaling_high_freq_factor": "a frequency of rotations",
+    "mtp_use_repeated_layer": "of the depths",
+    "qk_l2_norm_rope_layers_only": "the layers are those of --no-rope-freq",
+}
+SPEAKS_OF_LAYERS = re.compile(r"(?<!key_)layers|_freq(_|$)|per_layer")
+
+
+def test_flags_of_single_layers_say_how_a_pattern_numbers_them():
+    """A flag that is forgotten would be taken unchanged by a model of the other flavor."""
+    named = {dest for dest in SHAPE if SPEAKS_OF_LAYERS.search(dest) or OPTIONS[dest].read is layer_pattern}
+    helps = {dest: doc for section in ("model", "moe") for dest, (_, doc) in field_docs(section).items()}
+    named |= {dest for dest in SHAPE if re.search("every N-th|first layers|each layer|per layer", helps.get(dest, ""))}
+    undecided = {dest for dest in named if OPTIONS[dest].layers is None} - OF_ALL_LAYERS.keys()
+    assert not undecided, f"say flag(..., layers=...) of {undecided}"
+
+
+def test_a_pattern_of_other_layers_than_those_of_the_checkpoint_names_the_first_one():
+    gpt = {"num_layers": 2, "num_experts": 4, "moe_router_topk": 2}
+    message = r"\*E\*-: the checkpoint is of a GPT model; .* layers are \*E\*E, .*: layer 3 \(from 0\) is E in the "
+    with pytest.raises(ArgumentError, match=message):
+        parse_args([*LINE_WITHOUT_LAYERS, "--hybrid-layer-pattern=*E*-"], 1, checkpoint=gpt)
+
+
+def test_a_pattern_with_experts_is_made_of_a_dense_gpt_checkpoint():
+    recorded = {"num_layers": 2, "no_rope_freq": 2, "position_embedding_type": "rope"}
+    words = "--num-experts 4 --moe-use-upcycling --save new --save-interval 5 --hybrid-layer-pattern".split()
+    args = parse_args([*LINE_WITHOUT_LAYERS, *words[:-1], f"{words[-1]}=*E*-"], 1, checkpoint=recorded)
+    assert (args.model.num_layers, args.model.no_rope_freq) == (4, [0, 0, 1, 1])
+    with pytest.raises(ArgumentError, match="layers are .-.-, and those of this run .--.: layer 2"):
+        parse_args([*LINE_WITHOUT_LAYERS, *words[:-1], f"{words[-1]}=*E-*"], 1, checkpoint=recorded)
 
 
 def test_a_pattern_with_experts_is_kept_where_a_dense_one_is_upcycled():

@@ -11,8 +11,8 @@ from checkpoint.fake import RECORD, FakeModel, FakeOptimizer, layer_shapes
 from harness import run_ranks
 
 from arguments import parse_args
-from arguments.layer_flags import layer_letters
-from moe_trainer.checkpoint.flavors import difference, to_flavor
+from arguments.layer_flags import difference, layer_letters
+from moe_trainer.checkpoint.flavors import to_flavor
 from moe_trainer.checkpoint.index import read_index
 from moe_trainer.checkpoint.inspect import differences
 from moe_trainer.checkpoint.manager import CheckpointState, SaveOptions, save

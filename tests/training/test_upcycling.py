@@ -74,6 +74,7 @@ def upcycle(source, flags, folder, ranks=1):
         (SQUARED, f"{EXPERTS} --moe-ffn-hidden-size 16 --num-experts 12 --moe-router-topk 6"),
         (GATED.replace("--disable-bias-linear", ""), f"{EXPERTS} --moe-router-score-function sigmoid"),
         (f"{GATED} --hybrid-layer-pattern=*-*-", f"{EXPERTS} --hybrid-layer-pattern=*E*-"),
+        (GATED, f"{EXPERTS} --hybrid-layer-pattern=*E*E --no-rope-freq [0,0,0,0]"),
     ],
 )
 def test_upcycled_model_has_the_loss_of_the_dense_model(model, experts, dense, upcycled):
@@ -81,6 +82,16 @@ def test_upcycled_model_has_the_loss_of_the_dense_model(model, experts, dense, u
     records, weights = upcycled(model, experts)
     assert validation(records) == pytest.approx(expected, rel=1e-6)
     assert weights[f"{LAYER}mlp.router.weight"].std() > 0.05
+
+
+def test_a_dense_pattern_becomes_a_transformer_with_experts(dense, tmp_path):
+    source, old, expected = dense(f"{GATED} --hybrid-layer-pattern=*-*-")
+    records, new = upcycle(source, f"{GATED} {EXPERTS}", tmp_path)
+    assert validation(records) == pytest.approx(expected, rel=1e-6)
+    assert torch.equal(
+        new["decoder.layers.1.self_attention.linear_qkv.weight"],
+        old["decoder.layers.2.self_attention.linear_qkv.weight"],
+    )
 
 
 def test_granular_gated_experts_are_scaled_with_virtual_router_groups(dense, tmp_path):
@@ -226,8 +237,10 @@ def test_upcycled_training_starts_at_iteration_1_and_resumes(dense, tmp_path):
         (f"{GATED} {EXPERTS} --num-layers 3", "--num-layers"),
         (
             f"{GATED} {EXPERTS} --hybrid-layer-pattern=*E",
-            "--hybrid-layer-pattern, with - for E: None in the checkpoint, '*-'",
+            "as --hybrid-layer-pattern its layers are *-*-, and those of this run *-: layer 2 (from 0) is *",
         ),
+        (f"{GATED} {EXPERTS} --rotary-base 500000", "(rotary_base): 10000 in the checkpoint, 500000 here"),
+        (f"{GATED} {EXPERTS} --qk-layernorm", "(qk_layernorm): False in the checkpoint, True here"),
         (f"{TIED} {EXPERTS}", "output_layer.weight of the checkpoint is not in this model"),
     ],
 )
@@ -237,15 +250,6 @@ def test_mismatched_dense_model_is_refused(flags, message, dense, tmp_path):
     refused = run(argv, tmp_path)
     assert refused.returncode == 2 and message in refused.stderr, refused.stderr
     assert not list((tmp_path / "saved").glob("iter_*"))
-
-
-def test_another_function_of_the_same_weights_is_logged(dense, tmp_path):
-    """As with every --finetune; flags of experts always differ."""
-    source, _, _ = dense(GATED)
-    how = "--rotary-base 500000 --train-iters 2 --skip-train --moe-use-upcycling --save saved --load".split()
-    done = run([*SHAPE, *MOCK, *f"{GATED} {EXPERTS}".split(), *how, source], tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "(rotary_base): 10000 in the checkpoint, 500000 here" in done.stderr and "(num_experts)" not in done.stderr
 
 
 def test_upcycling_a_moe_checkpoint_or_a_missing_folder_is_refused(dense, tmp_path):
