@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from arguments import Arguments
     from moe_trainer.estimate.hardware import Hardware
 
-RECOMPUTE = with_old_spellings("recompute_granularity recompute_method recompute_num_layers recompute_modules".split())
+RECOMPUTE = with_old_spellings(
+    ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
+)
 LAYOUT = frozenset((*STAGES, "pipeline_model_parallel_size", "microbatch_group_size_per_vp_stage"))
 REPLACED = with_old_spellings(
     RECOMPUTE

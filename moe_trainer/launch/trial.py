@@ -35,7 +35,9 @@ _OURS = (
 )
 _ONLY_WEIGHTS = "--finetune --no-load-optim --no-load-rng"
 _RECORDS = "--metrics-file"
-_SET = with_old_spellings(FIELDS[word].dest for word in f"{_OURS} {_ONLY_WEIGHTS} {_RECORDS}".split() if word in FIELDS)
+_SET = with_old_spellings(
+    frozenset(FIELDS[word].dest for word in f"{_OURS} {_ONLY_WEIGHTS} {_RECORDS}".split() if word in FIELDS)
+)
 """Destinations of flags that a trial sets."""
 _WITHOUT_PATH = frozenset(("wandb_project", "record_step", "profile", "record_memory_history"))
 _WRITING = _WITHOUT_PATH | frozenset(
