@@ -2,7 +2,8 @@
 
 A flag that is a field of a section acts unless a table here names it; `tests/arguments/test_no_dead_flags.py` checks
 that the program reads every flag that acts. Spellings that are no fields are in SPELLINGS and OUT_OF_SCOPE.
-apply_flag_status.py applies the tables to a command line.
+apply_flag_status.py applies the tables to a command line. They are lists of names on purpose: they say what this
+program does not have of Megatron-LM's, next to spellings that are no fields, and the test finds what is missing.
 """
 
 from collections.abc import Iterable

@@ -110,7 +110,7 @@ class MoEArgs:
     )
     """Take the softmax over all experts before choosing the top k, instead of over the chosen ones."""
     moe_router_sparsemixer_jitter: float | None = flag(
-        None, restore="always", needs="num_experts", bounds=">=0", demands=SelectionCapability.SPARSEMIXER
+        None, restore="always", needs="num_experts", bounds=">=0", demands=SelectionCapability.LARGEST_LOGITS
     )
     """Weigh each of the two chosen experts by a separate softmax (SparseMixer, Phi-3.5-MoE): over the logits within
     twice this relative distance of it, without the better expert. Unset: one softmax. A flag of this program."""

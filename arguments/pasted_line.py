@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Sequence
 from math import prod
 
+from arguments.container import OPTIONS
 from arguments.flag_status import is_known_spelling
 from arguments.tokens import FIELDS
 
@@ -29,7 +30,11 @@ _PROGRAM = re.compile(r"pretrain_\w+")
 _ATTACHED = re.compile(r"(-[nN])(\d.*)")
 _RANKS = ("--world-size", "--gpus")
 """Options that give the number of ranks; `--gpus` is that of a search."""
-_OF_PLANS = frozenset(("world_size", "hardware", "report", "report_html", "length_histogram"))
+_OF_PLANS = frozenset(
+    dest
+    for dest, option in OPTIONS.items()
+    if any({"dry_run", "fake_process_group"}.issubset(need.split(" or ")) for need in option.needs)
+)
 """Flags of the trainer that are about a plan, with one value: they can stand before a pasted line."""
 _SUBSTITUTION = r"\$\([^()]*(?:\([^()]*\)[^()]*)*\)|`[^`]*`|\$\{[^}]*\}"
 _TOKEN = re.compile(

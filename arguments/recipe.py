@@ -36,7 +36,7 @@ _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}|\$([A-Za-z
 MAX_RECIPE_BYTES = 4 << 20
 
 ON_THE_COMMAND_LINE = ("preset", "validate_only", "check_files", "report", "report_html", "world_size")
-"""Flags that say what to do with a recipe, and act only outside of one."""
+"""Flags that say what to do with a recipe, and act only outside of one. Others of plans (--hardware) may be in it."""
 
 
 @dataclass

@@ -7,7 +7,7 @@ skipped, `--switch=true|false` sets a switch (which undoes a preset's), quotes t
 dropped, and `--flag: value` from YAML-like documents is accepted.
 """
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -16,6 +16,7 @@ from arguments import schema
 from arguments.container import OPTIONS
 from arguments.flag_status import (
     OLD_SPELLINGS,
+    RENAMED,
     RENAMED_VALUES,
     OldSpelling,
     find_out_of_scope,
@@ -115,6 +116,15 @@ def _is_known(name: str) -> bool:
 def parse_tokens(tokens: Sequence[str], where: str = "") -> ParsedTokens:
     """Parse tokens; `where` (a file name) prefixes every message."""
     return _TokenParser(list(tokens), where).run()
+
+
+def with_old_spellings(dests: Iterable[str]) -> frozenset[str]:
+    """Return destinations with those of old spellings that set one of them."""
+    new = frozenset(dests)
+    words = {old: text.split() for old, text in RENAMED.items()}
+    return new | {
+        old for old, text in words.items() if any(word in FIELDS and FIELDS[word].dest in new for word in text)
+    }
 
 
 def drop_flags(tokens: Sequence[str], dests: Set[str]) -> list[str]:

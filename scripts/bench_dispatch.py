@@ -29,7 +29,8 @@ from arguments.model import ModelArgs
 from arguments.moe import MoEArgs
 from moe_trainer.layers.layer_factory import LOCAL
 from moe_trainer.memory.host_allocator import tune_malloc
-from moe_trainer.moe.dispatch.select import attach_dispatcher, build_dispatcher
+from moe_trainer.model.build import attach_dispatcher
+from moe_trainer.moe.dispatch.select import build_dispatcher
 from moe_trainer.moe.layer import MoELayer
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.state import ParallelState

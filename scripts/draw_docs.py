@@ -288,8 +288,12 @@ def capability_table(kind: Kind) -> str:
         number = reasons.setdefault(support.reason, len(reasons) + 1)
         return f"{'**rejected**' if isinstance(support, Rejected) else 'no effect'} ({number})"
 
+    def label(capability: Enum) -> str:
+        flags = [selected_by(each) for each in built if each.asked_by is capability]
+        return capability.value + "".join(f" ({flag})" for flag in flags if flag not in capability.value)
+
     columns = ("", *(each.name for each in built))
-    rows = [(each.value, *(cell(mechanism, each) for mechanism in built)) for each in kind.capabilities]
+    rows = [(label(each), *(cell(mechanism, each) for mechanism in built)) for each in kind.capabilities]
     about = []
     if modules:  # the columns are values of one flag
         about = [f"Values of `{OPTIONS[modules[0].dest].spellings[0]}`."]

@@ -6,7 +6,7 @@ from enum import Enum
 from types import MappingProxyType
 
 from arguments.mechanisms.layer_modules import UNBUILT, LayerModule, Part
-from arguments.mechanisms.sublayers import COMPRESSED_ATTENTION, SUBLAYERS, SublayerDeclaration
+from arguments.mechanisms.sublayers import SUBLAYERS, SublayerDeclaration
 from arguments.mechanisms.support import Rejected, Support
 
 
@@ -17,7 +17,7 @@ class RecomputeCapability(Enum):
     EXCHANGE_OVERLAP = "`--overlap-moe-expert-parallel-comm`"
     SHARED_EXPERT_OVERLAP = "`--moe-shared-expert-overlap`"
     ADAPTER_DROPOUT = "`--lora-dropout`"
-    COMPRESSED_KEYS = f"`{COMPRESSED_ATTENTION.words}`"
+    COMPRESSED_KEYS = "attention to compressed keys"
     ROUTER_GRAPH = "`--cuda-graph-modules moe_router`, `moe_preprocess`"
 
 

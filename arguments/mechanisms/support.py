@@ -21,6 +21,8 @@ class NoEffect:
     reason: str
 
 
+FOR_WHO_ASKS = Rejected("")
+"""Rejected for the reason that the declaration has which asks for the capability."""
 Support = Literal[True] | Rejected | NoEffect
 C = TypeVar("C", bound=Enum)
 M = TypeVar("M", bound="Mechanism[Any]")
@@ -37,6 +39,7 @@ class Mechanism(Generic[C]):
         dest: destination of the flag that asks for it, alone or with a value; None if none does.
         capabilities: for each whether it acts, or why not.
         asked_by: the capability of others that flags demand when they ask for it, which is then up to both.
+        asked_because: why they demand it, which is the reason of a mechanism that rejects it FOR_WHO_ASKS.
     """
 
     modules: ClassVar[str]
@@ -46,6 +49,7 @@ class Mechanism(Generic[C]):
     dest: str | None = None
     capabilities: Mapping[C, Support]
     asked_by: C | None = None
+    asked_because: str = ""
 
     def check_declares_all(self, capabilities: type[C]) -> None:
         """Check that it says of every capability whether it acts.
@@ -95,10 +99,18 @@ def keys_rejecting(mechanisms: Iterable[Mechanism[C]], capability: C) -> tuple[s
     return tuple(each.key for each in mechanisms if each.rejects(capability))
 
 
+def reason_among(mechanisms: Sequence[Mechanism[C]], mechanism: Mechanism[C], capability: C) -> str:
+    """Return why a capability does not act with a mechanism, whichever of two declarations says so; "" if it does."""
+    support = support_among(mechanisms, mechanism, capability)
+    return "" if support is True else support.reason
+
+
 def support_among(mechanisms: Sequence[Mechanism[C]], mechanism: Mechanism[C], capability: C) -> Support:
     """Return what a mechanism says of a capability, or what the one that it asks for says of the mechanism."""
     own = mechanism.capabilities[capability]
     other = next((each for each in mechanisms if each.asked_by is capability), mechanism)
+    if own is FOR_WHO_ASKS:
+        return Rejected(other.asked_because)
     if own is True and mechanism.asked_by is not None and other.rejects(mechanism.asked_by):
         return other.capabilities[mechanism.asked_by]
     return own

@@ -16,6 +16,7 @@ from arguments.mechanisms.sublayers import (
     variant_of,
 )
 from arguments.mechanisms.support import rejected_flags
+from arguments.query_temperature import QUERY_TEMPERATURES
 from arguments.rules.derived_sizes import DerivedSizes, divides, positive
 from arguments.settings import Limit, Settings, Violation
 
@@ -212,7 +213,8 @@ def check_flags_of_some_layers(s: Settings, _f: DerivedSizes) -> Iterator[Violat
     """Check that flags that act in some layers have such layers."""
     if s.qk_l2_norm_rope_layers_only and not s.qk_l2_norm:
         yield s.violation("{qk_l2_norm_rope_layers_only:flag} needs {qk_l2_norm:flag}.")
-    if s.attn_temperature_tuning == "llama4" and s.no_rope_freq is None:
+    temperature = QUERY_TEMPERATURES.get(s.attn_temperature_tuning)
+    if temperature is not None and temperature.without_rope and s.no_rope_freq is None:
         yield s.violation(
             "{attn_temperature_tuning} needs {no_rope_freq:flag}: layers without rotary positions have the factor."
         )

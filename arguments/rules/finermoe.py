@@ -19,7 +19,8 @@ from arguments.mechanisms.selection_kinds.finermoe import (
     SLICES,
     ExpertGrid,
 )
-from arguments.mechanisms.support import rejected_flags
+from arguments.mechanisms.selections import SELECTIONS
+from arguments.mechanisms.support import reason_among, rejected_flags
 from arguments.rules.derived_sizes import DerivedSizes, balancing_types, divides, positive, quotient
 from arguments.rules.router import KERNELS
 from arguments.settings import Limit, Settings, Violation
@@ -123,7 +124,7 @@ def check_topk(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
 def limit_finermoe(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     is_on, dest = _is_finermoe(s), SLICES if s.given(SLICES) and not s.given(CUTS) else CUTS
     routing = tuple(
-        (other, FINERMOE.reason(capability))
+        (other, reason_among(SELECTIONS, FINERMOE, capability))
         for other, capability in leading_demands(SelectionCapability).items()
         if FINERMOE.rejects(capability)
         and capability not in (SelectionCapability.REPLAY, SelectionCapability.OTHER_SCORES)

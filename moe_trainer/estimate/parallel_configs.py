@@ -23,17 +23,17 @@ from arguments.mechanisms.format_kinds.declaration import FormatCapability
 from arguments.mechanisms.formats import BF16, FP16, QUANTIZED, quantized_format
 from arguments.mechanisms.schedule_kinds.declaration import PIPELINE_SCHEDULE
 from arguments.mechanisms.schedules import default_schedule
+from arguments.tokens import with_old_spellings
 
 if TYPE_CHECKING:
     from arguments import Arguments
     from moe_trainer.estimate.hardware import Hardware
 
-RECOMPUTE = frozenset(
-    "recompute_granularity recompute_method recompute_num_layers recompute_modules recompute_activations "
-    "checkpoint_activations moe_layer_recompute".split()
+RECOMPUTE = with_old_spellings(
+    ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
 )
 LAYOUT = frozenset((*STAGES, "pipeline_model_parallel_size", "microbatch_group_size_per_vp_stage"))
-REPLACED = (
+REPLACED = with_old_spellings(
     RECOMPUTE
     | LAYOUT
     | frozenset(
@@ -43,7 +43,7 @@ REPLACED = (
     )
     | frozenset((PIPELINE_SCHEDULE, *SELECTING_FLAGS))
 )
-"""Flags whose values a search chooses."""
+"""Flags whose values a search chooses: those that ParallelConfig writes, and what sets the same."""
 SEARCHED = REPLACED | frozenset(
     "world_size hardware dry_run validate_only fake_process_group report report_html".split()
 )

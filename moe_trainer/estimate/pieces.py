@@ -13,7 +13,7 @@ differ in what a pass computes, launches, copies and waits for.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING
 from arguments.mechanisms import dispatchers, formats
 from arguments.mechanisms.dispatchers import get_dispatcher
 from arguments.mechanisms.format_kinds import eight_bit
-from arguments.tokens import FIELDS, drop_flags
+from arguments.tokens import FIELDS, drop_flags, with_old_spellings
 from moe_trainer.estimate.corrections import strengths
 from moe_trainer.estimate.dry_run import plan_of_flags
+from moe_trainer.estimate.parallel_configs import RECOMPUTE
 from moe_trainer.estimate.published_runs import BLOCKWISE, DEEPEP, GRAPHS, HYBRIDEP, MXFP8, OVERLAP
 from moe_trainer.estimate.spelled_flags import spell_preset
 from moe_trainer.estimate.uncertainty import comparison_bar
@@ -36,21 +37,18 @@ if TYPE_CHECKING:
 NEGLIGIBLE = 0.005
 """Share of the step below which a piece counts as worth nothing."""
 FORMATS = formats.SELECTING_FLAGS
-FORMAT_OPTIONS = (
-    *formats.STORING_FLAGS,
-    eight_bit.OUTPUT_LAYER,
-    "first_last_layers_bf16",
-    "moe_router_padding_for_quantization",
-    "moe_router_padding_for_fp8",
+FORMAT_OPTIONS = with_old_spellings(
+    (
+        *formats.STORING_FLAGS,
+        eight_bit.OUTPUT_LAYER,
+        "first_last_layers_bf16",
+        "moe_router_padding_for_quantization",
+    )
 )
-DISPATCHER = (
-    *dispatchers.SELECTING_FLAGS,
-    "moe_flex_dispatcher_num_sms",
-    "moe_deepep_num_sms",
-    "moe_hybridep_num_sms",
-    "moe_permute_fusion_into_hybridep",
+DISPATCHER = with_old_spellings(
+    (*dispatchers.SELECTING_FLAGS, "moe_flex_dispatcher_num_sms", "moe_permute_fusion_into_hybridep")
 )
-GRAPH_FLAGS = ("cuda_graph_impl", "cuda_graph_modules", "enable_cuda_graph", "external_cuda_graph", "cuda_graph_scope")
+GRAPH_FLAGS = with_old_spellings(("cuda_graph_impl", "cuda_graph_modules"))
 STATIC = ("moe_expert_rank_capacity_factor", "moe_paged_stash")
 RANK_CAPACITY = "--moe-expert-rank-capacity-factor 1.5"
 LEAVES_TE = (
@@ -100,9 +98,9 @@ class Piece:
     flags: str
     is_used: Callable[[Arguments], bool]
     otherwise: str = ""
-    drops: tuple[str, ...] = ()
+    drops: Collection[str] = ()
     also: str = ""
-    replaces: tuple[str, ...] = ()
+    replaces: Collection[str] = ()
     is_alternative: bool = False
     blackwell: bool | None = None
     published: tuple[PublishedPair, ...] = ()
@@ -295,7 +293,7 @@ PIECES = (
         "recompute of selected modules",
         "--recompute-granularity selective --recompute-modules moe_act layernorm",
         lambda args: bool(args.training.recomputed_modules),
-        drops=("recompute_granularity", "recompute_modules", "recompute_method", "recompute_num_layers"),
+        drops=RECOMPUTE,
         published=(PublishedPair(611, 566, f"{LADDER}; mla_up_proj", "DEV"),),
         note="saves memory, and costs what it computes again",
     ),

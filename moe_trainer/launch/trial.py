@@ -21,7 +21,7 @@ from arguments.container import OPTIONS, flags_of
 from arguments.needs import unmet
 from arguments.parse import as_plan, resolve_command_line
 from arguments.rules.checkpoint import DUMPS
-from arguments.tokens import drop_flags
+from arguments.tokens import FIELDS, drop_flags, with_old_spellings
 from moe_trainer.errors import UserError
 from moe_trainer.metrics.metrics_file import read_end
 
@@ -29,21 +29,27 @@ WARMUP = 2
 """Number of first iterations that do not count: they allocate memory and compile kernels."""
 _OUTPUT, _METRICS = "output.txt", "metrics.jsonl"
 _END_S = 30.0
-_SET = frozenset(
-    "micro_batch_size exit_interval log_interval log_memory_interval eval_iters metrics_file finetune no_load_optim "
-    "no_load_rng".split()
+_OURS = (
+    "--micro-batch-size {size} --exit-interval {iterations} --log-interval 1 --log-memory-interval {iterations} "
+    "--eval-iters 0"
+)
+_ONLY_WEIGHTS = "--finetune --no-load-optim --no-load-rng"
+_RECORDS = "--metrics-file"
+_SET = with_old_spellings(
+    frozenset(FIELDS[word].dest for word in f"{_OURS} {_ONLY_WEIGHTS} {_RECORDS}".split() if word in FIELDS)
 )
 """Destinations of flags that a trial sets."""
 _WITHOUT_PATH = frozenset(("wandb_project", "record_step", "profile", "record_memory_history"))
 _WRITING = _WITHOUT_PATH | frozenset(
     dest for dest, option in OPTIONS.items() if option.path == "write" and dest not in _SET
 )
-"""Those that write somewhere else than in the trial's folder."""
+"""Those that write somewhere else than in the trial's folder; the first ones have no path that says so."""
 _OF_A_RUN = frozenset(DUMPS) | frozenset(
     "auto_resume override_ckpt_iteration ckpt_convert_format moe_use_upcycling check_files validate_only dry_run "
     "fake_process_group rampup_batch_size step_batch_size_schedule stream_weights_interval".split()
 )
-"""Those that belong to a whole run, or to a run that is no training."""
+"""Those that belong to a whole run, or to a run that is no training. A list, since a trial
+measures others with the same roles."""
 _ABSENT = _WRITING | _OF_A_RUN | flags_of("evaluation", "exit")
 _LEFT_OUT = (_SET | _ABSENT) | frozenset(
     dest for dest, option in OPTIONS.items() if any(_ABSENT.issuperset(need.split(" or ")) for need in option.needs)
@@ -148,18 +154,15 @@ def _trial_flags(flags: Sequence[str], micro_batch_size: int, iterations: int, f
     Raises:
         UserError: for a flag of a recipe file that writes: only words of the line can be left out.
     """
-    ours = (
-        f"--micro-batch-size {micro_batch_size} --exit-interval {iterations} --log-interval 1 "
-        f"--log-memory-interval {iterations} --eval-iters 0"
-    )
+    ours = _OURS.format(size=micro_batch_size, iterations=iterations)
     kept = drop_flags(flags, _LEFT_OUT)
     settings, _ = resolve_command_line(as_plan(kept), None)
     writing = [dest for dest in settings.given_dests() if dest in _WRITING and not unmet(settings, dest, {})]
     if writing:
         flag = settings.flag(writing[0])
         raise UserError(f"{flag} in the recipe file would write into the run's own folder; put it on the line")
-    only_weights = "--finetune --no-load-optim --no-load-rng".split() if settings.load is not None else []
-    return [*kept, *ours.split(), *only_weights, "--metrics-file", str(folder / _METRICS)]
+    only_weights = _ONLY_WEIGHTS.split() if settings.load is not None else []
+    return [*kept, *ours.split(), *only_weights, _RECORDS, str(folder / _METRICS)]
 
 
 def _read_trial(path: Path, output: str) -> Trial:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from arguments.model import ModelArgs
+from arguments.query_temperature import QUERY_TEMPERATURES, QueryTemperatureKind
 from moe_trainer.layers.core_attention import AttentionMask
 from moe_trainer.layers.rotary import skips_rope
 from moe_trainer.ops.transfer import to_device
@@ -24,8 +25,8 @@ class QueryTemperature:
         groups: ranks that share a sequence.
     """
 
-    def __init__(self, model: ModelArgs, groups: ContextGroups):
-        self._first = 1 if model.attn_temperature_tuning == "llama4" else 0
+    def __init__(self, model: ModelArgs, kind: QueryTemperatureKind, groups: ContextGroups):
+        self._first = kind.first
         self._scale, self._floor = model.attn_temperature_scale, model.attn_temperature_floor
         self._sequence = SequenceShard.over(groups)
         self._tables: dict[tuple, Tensor] = {}
@@ -33,10 +34,11 @@ class QueryTemperature:
     @staticmethod
     def of(model: ModelArgs, layer_number: int, groups: ContextGroups) -> "QueryTemperature | None":
         """Return the factors of a layer, counted from 1; None if it has none."""
-        kind = model.attn_temperature_tuning
-        if kind is None or (kind == "llama4" and not skips_rope(model, layer_number)):
+        name = model.attn_temperature_tuning
+        kind = None if name is None else QUERY_TEMPERATURES[name]
+        if kind is None or (kind.without_rope and not skips_rope(model, layer_number)):
             return None
-        return QueryTemperature(model, groups)
+        return QueryTemperature(model, kind, groups)
 
     def factors(self, length: int, visible: AttentionMask | None, device: torch.device) -> Tensor:
         """Return the factors of the local queries, fp32 [S, 1, 1, 1].

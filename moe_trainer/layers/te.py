@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from arguments.mechanisms.formats import BY_KEY
+from moe_trainer.backends import BackendPolicy
 from moe_trainer.ops.permute import Permutation, PermuteMap
 from moe_trainer.quantization.fp8_weight import Fp8Weight
 from moe_trainer.quantization.quantize import E5M2
@@ -52,6 +53,32 @@ def problem(module: str, *names: str) -> str | None:
 def _broken(error: Exception) -> str:
     said = next((line.strip() for line in str(error).splitlines() if line.strip()), "no reason given")
     return f"the installed transformer_engine cannot be imported ({type(error).__name__}: {said})"
+
+
+def should_use_kernels(
+    flag: str, dest: str, backends: BackendPolicy, module: str, *names: str, ours: str, limitation: str | None = None
+) -> bool:
+    """Return whether to use the library's kernels for a flag.
+
+    Args:
+        flag: flag as typed.
+        dest: its field.
+        backends: policy for missing libraries.
+        module: the library's module.
+        *names: what is needed of it.
+        ours: name of our kernel in --triton-kernels.
+        limitation: why the kernel cannot be used although it is installed.
+    """
+    reason: str | None
+    if not backends.cuda:
+        reason, remedy = "the kernels work on CUDA devices, and this rank computes on a CPU", f"Drop {flag}"
+    elif reason := problem(module, *names):
+        remedy = f"Install it ({INSTALL}), or use --triton-kernels {ours} instead"
+    else:
+        reason, remedy = limitation, f"Drop {flag}"
+    return backends.should_use(
+        (dest,), flag=flag, problem=reason, remedy=remedy, instead="plain torch, with the same results"
+    )
 
 
 def load() -> ModuleType:

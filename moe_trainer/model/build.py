@@ -4,6 +4,7 @@ Initialization needs no extra memory and depends on (seed, name) only: every map
 """
 
 import logging
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -30,8 +31,12 @@ from moe_trainer.memory.paged_stash import PagedStash
 from moe_trainer.model.custom_layers import apply_spec
 from moe_trainer.model.lora import add_adapters
 from moe_trainer.model.transformer import Transformer
+from moe_trainer.moe.dispatch.base import TokenDispatcher
 from moe_trainer.moe.dispatch.flex import DispatchBufferSpec
-from moe_trainer.moe.dispatch.select import attach_dispatcher, build_dispatcher, select_fused_topk
+from moe_trainer.moe.dispatch.select import build_dispatcher
+from moe_trainer.moe.layer import MoELayer
+from moe_trainer.moe.selections.build import select_fused_topk
+from moe_trainer.ops.attach_loss import Balancing
 from moe_trainer.parallel.overlap_threads import AlternatingExecutor
 from moe_trainer.parallel.params import get_param_info, set_param_info
 from moe_trainer.parallel.rng import ShardRNG, init_parameters
@@ -127,6 +132,28 @@ def build_chunks(
     backends.check()
     _log_model(chunks, device, factory)
     return chunks
+
+
+def attach_dispatcher(
+    layers: Sequence[MoELayer],
+    dispatcher: TokenDispatcher,
+    fused_topk: Callable | None = None,
+    balancing: Balancing | None = None,
+) -> None:
+    """Set the dispatcher of every MoE layer of a model, and the kernels of its router.
+
+    Raises:
+        ValueError: if a CUDA graph holds dropless experts whose token counts cannot stay on the device.
+    """
+    for layer in layers:
+        layer.router.use_kernels(fused_topk, balancing)
+    problems = {problem for layer in layers if (problem := layer.set_dispatcher(dispatcher)) is not None}
+    dispatcher.set_budgets([budget for layer in layers for budget in layer.receive.budgets])
+    for problem in sorted(problems):
+        logger.info(
+            "--moe-expert-rank-capacity-factor: every MoE layer still synchronizes with the host for token counts: %s",
+            problem,
+        )
 
 
 def _dropout_stream(seed: int, ps: ParallelState, layout: ChunkLayout) -> ShardRNG:

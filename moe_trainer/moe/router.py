@@ -150,7 +150,7 @@ class TopKRouter(nn.Module):
         return self.loss_settings.coefficients
 
     def use_kernels(self, fused_topk: FusedTopK | None, balancing: Balancing | None) -> None:
-        """Use kernels for selection and balancing losses, None for plain torch; see dispatch/select.py."""
+        """Use kernels for selection and balancing losses, None for plain torch; see selections/build.py."""
         self.selection.use_kernel(fused_topk)
         self.balancing = balancing
 

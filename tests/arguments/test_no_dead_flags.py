@@ -6,7 +6,7 @@ from pathlib import Path
 
 from arguments import flag_status
 from arguments.container import OPTIONS
-from arguments.mechanisms.formats import FLAGS
+from arguments.mechanisms.formats import FLAGS, SELECTING_FLAGS
 from arguments.mechanisms.optimizers import OPTIMIZERS
 from arguments.mechanisms.shardings import SHARDINGS
 
@@ -30,6 +30,7 @@ READ_BY_PATTERN = {"train_data_path", "valid_data_path", "test_data_path", "moe_
 READ_BY_DECLARATION = (
     {each.others_follow for each in OPTIMIZERS}
     | {dest for each in SHARDINGS for dest in each.selected_by}
+    | set(SELECTING_FLAGS)
     | {dest for each in FLAGS for dest in (each.recipe, each.factory, each.param_gather, each.wgrad)}
 )
 """Read by the name that a declaration has; see also `named_by_declarations`."""
@@ -39,15 +40,21 @@ READ_FOR_THE_RECORD = {
 }
 
 
+NO_RUNS = frozenset(("estimate", "verification"))
+"""Packages that read flags only to predict what a run does, and to write smaller command lines."""
+
+
 @cache
-def read_attribute_names() -> dict[str, set[str]]:
+def read_attribute_names(left_out: frozenset[str] = NO_RUNS) -> dict[str, set[str]]:
     """Attribute names that the program reads, with the files that read them.
 
-    A flag that a property of a section reads counts if the property is read. The verification package reads flags only
-    to write smaller command lines.
+    A flag that a property of a section reads counts if the property is read.
+
+    Args:
+        left_out: packages whose files do not count.
     """
     names: dict[str, set[str]] = {}
-    paths = [path for path in sorted((ROOT / "moe_trainer").rglob("*.py")) if "verification" not in path.parts]
+    paths = [path for path in sorted((ROOT / "moe_trainer").rglob("*.py")) if left_out.isdisjoint(path.parts)]
     paths += [ROOT / "arguments" / f"{name}.py" for name in USED_BY_THE_PROGRAM]
     for path in [ROOT / "pretrain_moe.py", *paths]:
         for name in loaded_attributes(ast.parse(path.read_text(encoding="utf-8"))):
@@ -95,7 +102,7 @@ def test_flags_that_act_are_read_by_the_program():
 
 def test_flags_without_effect_are_not_read():
     """A flag that the program reads would be reported wrongly as having no effect."""
-    read = read_attribute_names()
+    read = read_attribute_names(left_out=frozenset(("verification",)))
     unread = {dest for dest in OPTIONS if flag_status.get_flag_status(dest)[0] == "no effect"} - READ_FOR_THE_RECORD
     assert {dest: sorted(read[dest]) for dest in sorted(unread) if dest in read} == {}
 

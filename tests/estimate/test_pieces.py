@@ -9,6 +9,8 @@ import pytest
 from emulated_cuda import build
 
 from arguments import ArgumentError
+from arguments.container import OPTIONS
+from arguments.tokens import drop_flags
 from moe_trainer.commands import plan as plan_command
 from moe_trainer.estimate import dry_run, pieces
 from moe_trainer.estimate.corrections import correction
@@ -123,6 +125,13 @@ def test_pieces_that_a_preset_sets_are_removed(tmp_path):
 def test_reasons_of_pieces_that_are_not_counted(name, flags, expected):
     row = planned(name, [*SHORT, *flags.split()])
     assert row.planner is None and expected in row.reason
+
+
+def test_runs_without_a_piece_lose_its_old_spellings():
+    assert {dest for piece in PIECES for dest in (*piece.drops, *piece.replaces)} <= set(OPTIONS)
+    old = "--cuda-graph-scope attn --enable-cuda-graph --moe-deepep-num-sms 20 --moe-router-padding-for-fp8".split()
+    named = {dest for piece in PIECES for dest in (*piece.drops, *piece.replaces)}
+    assert drop_flags(["--bf16", *old], named) == ["--bf16"]
 
 
 def test_an_alternative_is_compared_with_a_run_without_any():

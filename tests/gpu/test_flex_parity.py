@@ -15,8 +15,9 @@ from moe.layers import build_shard, sections
 from arguments.mechanisms.dispatchers import BACKENDS
 from moe_trainer.backends import BackendPolicy
 from moe_trainer.declared_module import load_module
+from moe_trainer.model.build import attach_dispatcher
 from moe_trainer.moe.dispatch.flex import DispatchBufferSpec
-from moe_trainer.moe.dispatch.select import attach_dispatcher, build_dispatcher
+from moe_trainer.moe.dispatch.select import build_dispatcher
 from moe_trainer.parallel.state import ParallelState
 
 HIDDEN, TOKENS, RANKS = 512, 64, 2

@@ -9,9 +9,11 @@ import torch
 
 from arguments import parse_args
 from arguments.checkpoint_args import same_meaning
+from arguments.container import OPTIONS
 from arguments.layer_pattern import uses_window
 from arguments.model import ModelArgs
 from arguments.parse import resolve_command_line
+from arguments.query_temperature import QUERY_TEMPERATURES
 from moe_trainer.layers.attention import SelfAttention
 from moe_trainer.layers.core_attention import AttentionMask, CoreAttention
 from moe_trainer.layers.init import Init, embedding_init, hidden_init, residual_init
@@ -108,6 +110,10 @@ def test_layers_with_chunks_norms_and_temperatures():
         everywhere = replace(model, qk_l2_norm_rope_layers_only=False, attn_temperature_tuning="mistral4")
         layer = SelfAttention(everywhere, SINGLE, name="a", layer_number=number, factory=LOCAL)
         assert layer.q_layernorm is not None and layer.temperature is not None
+
+
+def test_every_kind_of_temperature_is_a_value_of_the_flag():
+    assert tuple(QUERY_TEMPERATURES) == OPTIONS["attn_temperature_tuning"].choices
 
 
 @pytest.mark.parametrize(("kind", "first"), [("llama4", 1), ("mistral4", 0)])

@@ -10,8 +10,9 @@ from arguments.moe import MoEArgs
 from arguments.parallel import ParallelArgs
 from arguments.training import TrainingArgs
 from moe_trainer.layers.layer_factory import LOCAL
+from moe_trainer.model.build import attach_dispatcher
 from moe_trainer.moe.balancing import MoeMetrics, collect_moe_metrics
-from moe_trainer.moe.dispatch.select import attach_dispatcher, build_dispatcher
+from moe_trainer.moe.dispatch.select import build_dispatcher
 from moe_trainer.moe.layer import MoELayer
 from moe_trainer.parallel.params import ParamInfo
 from moe_trainer.parallel.state import ParallelState

@@ -12,7 +12,7 @@ from moe.test_flex import LIBRARIES, flex_dispatcher
 
 from moe_trainer.layers.pass_inputs import PassInputs
 from moe_trainer.memory.activations import ActivationPolicy
-from moe_trainer.moe.dispatch.select import attach_dispatcher
+from moe_trainer.model.build import attach_dispatcher
 from moe_trainer.moe.placement.clone_plan import ClonePlan
 from moe_trainer.moe.placement.cloned import _FixedExchange
 from moe_trainer.ops.expert_mlp import ActivationFns, ExpertMLPKernels

@@ -19,8 +19,8 @@ from arguments import parse_args
 from arguments.mechanisms.placements import PLACEMENTS
 from moe_trainer.memory.activations import ActivationPolicy
 from moe_trainer.model import build
+from moe_trainer.model.build import attach_dispatcher
 from moe_trainer.moe.dispatch.hybridep import HybridEPDispatcher
-from moe_trainer.moe.dispatch.select import attach_dispatcher
 from moe_trainer.moe.experts import Experts
 from moe_trainer.moe.receive import agreement
 from moe_trainer.moe.receive.budget import ReceiveBudget, count_overflows, get_stashes, receive_scope

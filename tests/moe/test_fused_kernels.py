@@ -15,7 +15,9 @@ from moe_trainer.backends import BackendPolicy, MissingBackendError
 from moe_trainer.layers.kernels import Kernels
 from moe_trainer.layers.pass_inputs import PassInputs
 from moe_trainer.layers.te import FusedPermutation
-from moe_trainer.moe.dispatch.select import attach_dispatcher, build_dispatcher, build_permutation, select_fused_topk
+from moe_trainer.model.build import attach_dispatcher
+from moe_trainer.moe.dispatch.select import build_dispatcher, build_permutation
+from moe_trainer.moe.selections.build import select_fused_topk
 from moe_trainer.moe.selections.topk import score_topk
 from moe_trainer.ops.permute import Permutation, make_permute_map, permute, permute_probs, unpermute
 from moe_trainer.parallel.state import ParallelState

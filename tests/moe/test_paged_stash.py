@@ -16,8 +16,9 @@ from torch.utils._pytree import tree_leaves
 from moe_trainer.layers.layer_factory import LOCAL
 from moe_trainer.memory.activations import ActivationPolicy
 from moe_trainer.memory.paged_stash import PagedStash
+from moe_trainer.model.build import attach_dispatcher
 from moe_trainer.moe.dispatch.local import LocalDispatcher
-from moe_trainer.moe.dispatch.select import attach_dispatcher, build_dispatcher
+from moe_trainer.moe.dispatch.select import build_dispatcher
 from moe_trainer.moe.layer import MoELayer
 from moe_trainer.ops.permute import Permutation
 from moe_trainer.parallel.state import ParallelState

@@ -24,7 +24,7 @@ class SelectionCapability(Enum):
     OTHER_SCORES = "`--moe-router-score-function` other than softmax"
     EXPERT_BIAS = "`--moe-router-enable-expert-bias`"
     REPLAY = "`--moe-enable-routing-replay`"
-    SPARSEMIXER = "`--moe-router-sparsemixer-jitter`"
+    LARGEST_LOGITS = "experts of the largest logits alone"
     LOSSES = "`--moe-aux-loss-coeff`"
     CAPACITY = "`--moe-expert-capacity-factor`"
     OUR_KERNEL = "`--triton-kernels router`, for the choice or for a loss"
@@ -96,6 +96,7 @@ class SelectionDeclaration(Mechanism[SelectionCapability]):
         mention: the flag that asks for it, as a template of Settings.violation.
         capabilities: for each whether it acts, or why not.
         asked_by: the capability of others that flags demand when they ask for it.
+        asked_because: why they demand it, which is the reason of a selection that rejects it FOR_WHO_ASKS.
         asked: whether flags ask for it; reads the fields of MoEArgs.
         balancing: value of --moe-router-load-balancing-type that asks for it; it then balances without a loss.
         num_layers: number of first layers in which it selects; None for all.
@@ -121,6 +122,7 @@ class SelectionDeclaration(Mechanism[SelectionCapability]):
     capabilities: Mapping[SelectionCapability, Support]
     asked: Callable[[Any], bool]
     asked_by: SelectionCapability | None = None
+    asked_because: str = ""
     balancing: str | None = None
     num_layers: Callable[[Any], int] | None = None
     learns_from_one: bool = False

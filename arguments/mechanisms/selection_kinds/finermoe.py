@@ -16,7 +16,7 @@ from arguments.mechanisms.selection_kinds.declaration import (
     SelectionDeclaration,
     UpcycledExperts,
 )
-from arguments.mechanisms.support import Rejected
+from arguments.mechanisms.support import FOR_WHO_ASKS, Rejected
 
 CUTS, SLICES = "finermoe_intermediate_granularity", "finermoe_output_granularity"
 COPIES, CANDIDATES = "finermoe_intermediate_expansion", "finermoe_output_expansion"
@@ -133,7 +133,7 @@ FINERMOE = SelectionDeclaration(
             SelectionCapability.OTHER_SCORES: Rejected("its scores are a softmax"),
             SelectionCapability.EXPERT_BIAS: True,
             SelectionCapability.REPLAY: Rejected("their experts are chosen slice by slice"),
-            SelectionCapability.SPARSEMIXER: Rejected("SparseMixer's two experts are those of the largest logits"),
+            SelectionCapability.LARGEST_LOGITS: FOR_WHO_ASKS,
             SelectionCapability.LOSSES: True,
             SelectionCapability.CAPACITY: True,
             SelectionCapability.OUR_KERNEL: Rejected(

@@ -26,7 +26,7 @@ HASH = SelectionDeclaration(
             SelectionCapability.OTHER_SCORES: True,
             SelectionCapability.EXPERT_BIAS: _BY_TABLE,
             SelectionCapability.REPLAY: _BY_TABLE,
-            SelectionCapability.SPARSEMIXER: True,  # which rejects this one
+            SelectionCapability.LARGEST_LOGITS: True,  # in the layers without a table
             SelectionCapability.LOSSES: True,
             SelectionCapability.CAPACITY: True,
             SelectionCapability.OUR_KERNEL: True,

@@ -34,7 +34,7 @@ QUANTILE_BALANCING = SelectionDeclaration(
             SelectionCapability.OTHER_SCORES: True,
             SelectionCapability.EXPERT_BIAS: NoEffect("has another bias"),
             SelectionCapability.REPLAY: _BALANCES,
-            SelectionCapability.SPARSEMIXER: _BALANCES,
+            SelectionCapability.LARGEST_LOGITS: _BALANCES,
             SelectionCapability.LOSSES: Rejected("balances without a loss"),
             SelectionCapability.CAPACITY: Rejected("is not defined with dropped tokens"),
             SelectionCapability.OUR_KERNEL: NoEffect("there is no kernel for it"),

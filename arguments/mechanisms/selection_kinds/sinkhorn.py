@@ -29,7 +29,7 @@ SINKHORN = SelectionDeclaration(
             SelectionCapability.OTHER_SCORES: _SCORES,
             SelectionCapability.EXPERT_BIAS: _SCORES,
             SelectionCapability.REPLAY: _BALANCES,
-            SelectionCapability.SPARSEMIXER: _BALANCES,
+            SelectionCapability.LARGEST_LOGITS: _BALANCES,
             SelectionCapability.LOSSES: Rejected("balances without a loss"),
             SelectionCapability.CAPACITY: Rejected("is not defined with dropped tokens"),
             SelectionCapability.OUR_KERNEL: NoEffect("there is no kernel for it"),

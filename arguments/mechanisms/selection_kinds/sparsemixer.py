@@ -18,7 +18,8 @@ SPARSEMIXER = SelectionDeclaration(
         ("scores", (topk, tokens, experts), None),
         ("masks", (topk, tokens, experts), 1),
     ),
-    asked_by=SelectionCapability.SPARSEMIXER,
+    asked_by=SelectionCapability.LARGEST_LOGITS,
+    asked_because="SparseMixer's two experts are those of the largest logits",
     capabilities=MappingProxyType(
         {
             SelectionCapability.PRE_SOFTMAX: _BY_LOGITS,
@@ -29,7 +30,7 @@ SPARSEMIXER = SelectionDeclaration(
             SelectionCapability.OTHER_SCORES: Rejected("its weights are shares of a softmax"),
             SelectionCapability.EXPERT_BIAS: _BY_LOGITS,
             SelectionCapability.REPLAY: _BY_LOGITS,
-            SelectionCapability.SPARSEMIXER: True,
+            SelectionCapability.LARGEST_LOGITS: True,
             SelectionCapability.LOSSES: True,
             SelectionCapability.CAPACITY: True,
             SelectionCapability.OUR_KERNEL: True,

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from arguments.mechanisms.sublayer_kinds.compressed_attention import COMPRESSED_ATTENTION
 from arguments.mechanisms.support import Mechanism, Support
 
 STRATEGY = "data_parallel_sharding_strategy"
@@ -29,7 +28,7 @@ class ShardingCapability(Enum):
     FROZEN = "`--lora-dim`, `--freeze-backbone`, `--dsa-indexer-warmup`"
     QK_CLIP = "`--qk-clip`"
     OUTPUT_BIAS = "`--add-output-layer-bias`"
-    COMPRESSED_KEYS = f"`{COMPRESSED_ATTENTION.words}`"
+    COMPRESSED_KEYS = "attention to compressed keys"
     DYNAMIC_CONTEXT = "`--dynamic-context-parallel`"
     REPLICA_HASH = "`--check-weight-hash-across-dp-replicas-interval`"
 

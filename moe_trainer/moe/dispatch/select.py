@@ -1,13 +1,11 @@
-"""Selection of the dispatcher and of fused kernels, when the model is built."""
+"""Selection of the dispatcher and of its kernels, when the model is built."""
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable
 
 import torch
 
 from arguments.mechanisms.dispatchers import ALLTOALL, LOCAL, SELECTING_FLAGS, DispatcherDeclaration, get_dispatcher
-from arguments.mechanisms.selection_kinds.declaration import SelectionCapability
 from arguments.mechanisms.selections import get_selection
 from arguments.moe import MoEArgs
 from moe_trainer.backends import BackendPolicy
@@ -17,8 +15,6 @@ from moe_trainer.layers.kernels import Kernels
 from moe_trainer.moe.dispatch.base import TokenDispatcher
 from moe_trainer.moe.dispatch.flex import DispatchBufferSpec, DispatcherSettings, LibrarySettings
 from moe_trainer.moe.dispatch.mxfp8_transport import Mxfp8Transport
-from moe_trainer.moe.layer import MoELayer
-from moe_trainer.ops.attach_loss import Balancing
 from moe_trainer.ops.permute import Permutation
 from moe_trainer.parallel.state import ParallelState
 
@@ -99,32 +95,6 @@ def _find_usable(moe: MoEArgs, ps: ParallelState, backends: BackendPolicy) -> Di
     return dispatcher if is_usable else ALLTOALL
 
 
-def _use_te_kernels(
-    flag: str, dest: str, backends: BackendPolicy, module: str, *names: str, ours: str, limitation: str | None = None
-) -> bool:
-    """Return whether TransformerEngine's kernels for a flag can be used.
-
-    Args:
-        flag: flag as typed.
-        dest: its field.
-        backends: policy for missing libraries.
-        module: TransformerEngine's module.
-        *names: what is needed of it.
-        ours: name of our kernel in --triton-kernels.
-        limitation: why the kernel cannot be used although it is installed.
-    """
-    problem: str | None
-    if not backends.cuda:
-        problem, remedy = "the kernels work on CUDA devices, and this rank computes on a CPU", f"Drop {flag}"
-    elif problem := te.problem(module, *names):
-        remedy = f"Install it ({te.INSTALL}), or use --triton-kernels {ours} instead"
-    else:
-        problem, remedy = limitation, f"Drop {flag}"
-    return backends.should_use(
-        (dest,), flag=flag, problem=problem, remedy=remedy, instead="plain torch, with the same results"
-    )
-
-
 def build_permutation(moe: MoEArgs, backends: BackendPolicy, kernels: Kernels | None = None) -> Permutation:
     """Build the local permutation: ours if its kernel was named, fused for --moe-permute-fusion, else plain torch."""
     our_kernel = None if kernels is None else kernels.permutation
@@ -132,7 +102,7 @@ def build_permutation(moe: MoEArgs, backends: BackendPolicy, kernels: Kernels | 
     if (
         moe.moe_permute_fusion
         and not ours_named
-        and _use_te_kernels(
+        and te.should_use_kernels(
             "--moe-permute-fusion",
             "moe_permute_fusion",
             backends,
@@ -143,61 +113,6 @@ def build_permutation(moe: MoEArgs, backends: BackendPolicy, kernels: Kernels | 
     ):
         return te.FusedPermutation()
     return Permutation() if our_kernel is None else our_kernel()
-
-
-def select_fused_topk(moe: MoEArgs, backends: BackendPolicy, kernels: Kernels | None = None) -> Callable | None:
-    """Return the kernel that scores and selects experts: ours if named, fused for --moe-router-fusion, or None.
-
-    A selection that it cannot compute does not use it.
-    """
-    our_kernel, scored = None if kernels is None else kernels.fused_topk, moe.moe_router_group_score_topk
-    if our_kernel is not None and scored is not None:
-        our_kernel = partial(our_kernel, group_score_topk=scored)
-    if our_kernel is not None and ("triton_kernels" in backends.typed or not moe.moe_router_fusion):
-        return our_kernel
-    limitation, selection = None, get_selection(moe)
-    if not moe.moe_router_fusion or selection.ignores(SelectionCapability.FUSED_KERNEL):
-        return our_kernel
-    if moe.moe_router_dtype == "fp64":
-        limitation = "the kernel computes in fp32, and --moe-router-dtype is fp64"
-    elif not selection.supports(SelectionCapability.FUSED_KERNEL):
-        limitation = f"{selection.reason(SelectionCapability.FUSED_KERNEL)} ({selection.name})"
-    elif moe.moe_router_enable_expert_bias and moe.moe_router_score_function == "softmax":
-        limitation = "the kernel adds no expert bias to --moe-router-score-function softmax"
-    elif moe.moe_router_group_topk and scored not in (None, moe.moe_router_topk // moe.moe_router_group_topk):
-        limitation = f"the kernel does not support --moe-router-group-score-topk {scored}"
-    is_usable = _use_te_kernels(
-        "--moe-router-fusion",
-        "moe_router_fusion",
-        backends,
-        "router",
-        te.FUSED_TOPK,
-        ours="router",
-        limitation=limitation,
-    )
-    return te.fused_topk() if is_usable else our_kernel
-
-
-def attach_dispatcher(
-    layers: Sequence[MoELayer],
-    dispatcher: TokenDispatcher,
-    fused_topk: Callable | None = None,
-    balancing: Balancing | None = None,
-) -> None:
-    """Set the dispatcher of every MoE layer of a model, and the kernels of its router.
-
-    Raises:
-        ValueError: if a CUDA graph holds dropless experts whose token counts cannot stay on the device.
-    """
-    for layer in layers:
-        layer.router.use_kernels(fused_topk, balancing)
-    problems = {problem for layer in layers if (problem := layer.set_dispatcher(dispatcher)) is not None}
-    dispatcher.set_budgets([budget for layer in layers for budget in layer.receive.budgets])
-    for problem in sorted(problems):
-        logger.info(
-            "--moe-expert-rank-capacity-factor: every MoE layer still synchronizes with the host for token counts: %s",
-            problem,
-        )
 
 
 def close_dispatchers(chunks: Iterable) -> None:
