@@ -313,10 +313,10 @@ def check_optimizer_offload(s: Settings, _f: DerivedSizes) -> Iterator[Violation
     optimizer = get_optimizer(s)
     on_host = (OptimizerCapability.HOST_UPDATE, OptimizerCapability.STATE_FORMATS)
     if all(optimizer.rejects(each) for each in on_host):
-        accepted = [each.key for each in OPTIMIZERS if any(each.supports(capability) for capability in on_host)]
+        others = [each.key for each in OPTIMIZERS if any(each.supports(capability) for capability in on_host)]
         yield s.violation(
             "{optimizer_cpu_offload} needs {optimizer:flag} {accepted}, not {optimizer:value}.",
-            accepted=" or ".join(accepted),
+            accepted=" or ".join(others),
         )
         return
     if not s.use_precision_aware_optimizer and optimizer.rejects(OptimizerCapability.HOST_UPDATE):
