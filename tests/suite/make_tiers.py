@@ -91,7 +91,8 @@ def choose(known: record.Record, noticed: dict[str, dict[str, list | None]], bud
             f"the record has not these tests, which notice mutants; renew it for their modules: {', '.join(missing)}"
         )
     chosen = {numbers[name] for name in names}
-    chosen |= {at for name, at in numbers.items() if name.startswith(ALWAYS) or DECLARATIONS in name}
+    gone = {numbers[name] for name in tiers.without_function(known.tests)}
+    chosen |= {at for name, at in numbers.items() if name.startswith(ALWAYS) or DECLARATIONS in name} - gone
     modules = {known.tests[at].partition("::")[0] for at in chosen}
     spent = sum(known.seconds[at] for at in chosen) + MODULE_S * len(modules)
     by_module = defaultdict(list)
@@ -107,7 +108,7 @@ def choose(known: record.Record, noticed: dict[str, dict[str, list | None]], bud
     module_of = [name.partition("::")[0] for name in known.tests]
     costs = seconds + np.array([0.0 if module in modules else MODULE_S for module in module_of])
     available = np.ones(len(known.tests), bool)
-    available[list(chosen)] = False
+    available[[*chosen, *gone]] = False
     while available.any():
         # gains only shrink: look again at the best one until it stays the best
         at = int(np.argmax(np.where(available, gains / costs, -1.0)))

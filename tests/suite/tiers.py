@@ -92,6 +92,16 @@ class Tier:
         return [f"{self._count} tests: {self.header}", *self._summary]
 
 
+def without_function(names: Iterable[str]) -> list[str]:
+    """Return the names of tests whose function is not there, or is slow."""
+    functions = dict[str, set[str]]()
+    for module in {name.partition("::")[0] for name in names}:
+        functions[module] = function_names(ROOT / module) if (ROOT / module).exists() else set()
+    return [
+        name for name in names if name.partition("::")[2].partition("[")[0] not in functions[name.partition("::")[0]]
+    ]
+
+
 def function_names(path: Path) -> set[str]:
     """Return the test functions of a module, methods as Class::name, without importing it; without the slow ones."""
 
