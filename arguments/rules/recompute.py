@@ -311,16 +311,16 @@ def check_optimizer_offload(s: Settings, _f: DerivedSizes) -> Iterator[Violation
     if not s.optimizer_cpu_offload:
         return
     optimizer = get_optimizer(s)
-    on_host = (OptimizerCapability.HOST_UPDATE, OptimizerCapability.STATE_FORMATS)
-    if all(optimizer.rejects(each) for each in on_host):
-        others = [each.key for each in OPTIMIZERS if any(each.supports(capability) for capability in on_host)]
-        yield s.violation(
-            "{optimizer_cpu_offload} needs {optimizer:flag} {accepted}, not {optimizer:value}.",
-            accepted=" or ".join(others),
-        )
-        return
     if not s.use_precision_aware_optimizer and optimizer.rejects(OptimizerCapability.HOST_UPDATE):
-        yield s.violation("{optimizer_cpu_offload} needs {use_precision_aware_optimizer:flag}.")
+        if optimizer.rejects(OptimizerCapability.STATE_FORMATS):  # then that flag would be rejected too
+            on_host = (OptimizerCapability.HOST_UPDATE, OptimizerCapability.STATE_FORMATS)
+            others = [each.key for each in OPTIMIZERS if any(each.supports(capability) for capability in on_host)]
+            yield s.violation(
+                "{optimizer_cpu_offload} needs {optimizer:flag} {accepted}, not {optimizer:value}.",
+                accepted=" or ".join(others),
+            )
+        else:
+            yield s.violation("{optimizer_cpu_offload} needs {use_precision_aware_optimizer:flag}.")
     for flags in FLAGS:
         is_rejected = selected(s, flags).rejects(FormatCapability.HOST_OPTIMIZER)
         accepted = " or ".join(keys_with(of_width(flags), FormatCapability.HOST_OPTIMIZER))

@@ -43,7 +43,7 @@ def _load(folder, ps):
 
 
 def _load_without_permission(step, blind, folder, ps):
-    def fail(path, *args):
+    def fail(path, *args, **kwargs):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
     if ps.world.rank == blind:

@@ -29,7 +29,7 @@ SAID = {
     OptimizerCapability.FSDP: "--use-megatron-fsdp needs --optimizer",
     OptimizerCapability.EARLY_GATHER: "cannot be combined with --optimizer other than",
     OptimizerCapability.STATE_FORMATS: "--use-precision-aware-optimizer needs --optimizer",
-    OptimizerCapability.HOST_UPDATE: "--optimizer-cpu-offload needs --use-precision-aware-optimizer",
+    OptimizerCapability.HOST_UPDATE: "--optimizer-cpu-offload needs --",
     OptimizerCapability.HOST_UPDATE_8_BITS: "needs --fp8-recipe delayed",
     OptimizerCapability.LEGACY_FORMAT: "torch has the state of --optimizer",
     OptimizerCapability.OTHER_FORMATS: "with --use-distributed-optimizer needs --ckpt-format",
