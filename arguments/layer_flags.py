@@ -32,6 +32,8 @@ NUMBERED_FLAGS = MappingProxyType(
     {dest: option.layers for dest, option in OPTIONS.items() if isinstance(option.layers, LayerNumbers)}
 )
 """Flags of layers by their number, which in a hybrid model is that of a sublayer."""
+TRANSLATED_FLAGS = frozenset((*LAYER_FLAGS, *NUMBERED_FLAGS))
+"""Flags with other values for the same layers in the other flavor; `difference`, `numbering_difference` compare them."""
 
 
 def layer_letters(record: Mapping[str, Any]) -> str:

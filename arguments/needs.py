@@ -57,13 +57,8 @@ def _requested(s: Settings) -> Iterator[tuple[str, object]]:
     """Yield the flags that need something, with the values that the user gave, unless these are the defaults."""
     for dest in s.given_dests():
         value, source = s.requests[dest]
-        default = s.default(dest)
-        if (
-            (OPTIONS[dest].needs or OPTIONS[dest].demands)
-            and source != "preset"
-            and value != default
-            and value != [default]
-        ):
+        option, default = OPTIONS[dest], s.default(dest)
+        if (option.needs or option.demands) and source != "preset" and value not in (default, [default]):
             yield dest, value
 
 
@@ -74,8 +69,8 @@ def unmet(s: Settings, dest: str, facts: Mapping[str, bool | None], unread: Coll
 
 def _unread_by_sublayers(s: Settings, dest: str) -> str:
     """Return why no sublayer of the model reads a flag."""
-    mixing = sorted(mixing_sublayers(s), key=lambda each: each.name)
     for capability in (each for each in OPTIONS[dest].demands if isinstance(each, SublayerCapability)):
+        mixing = sorted(mixing_sublayers(s), key=lambda each: each.name)
         if all(each.ignores(capability) for each in (*mixing, MLP, EXPERTS)):
             names = " and ".join(each.name for each in mixing)
             return f"with {names} alone" if mixing else "without layers that mix positions"

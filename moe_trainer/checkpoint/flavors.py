@@ -29,6 +29,11 @@ def is_hybrid(record: Mapping[str, Any]) -> bool:
     return bool(record.get("hybrid_layer_pattern"))
 
 
+def is_other_flavor(saved: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
+    """Return whether a checkpoint's flags, where it has them, describe a model of the other flavor than a run's."""
+    return "num_layers" in saved and is_hybrid(saved) != is_hybrid(here)
+
+
 def has_hybrid_names(names: Iterable[str]) -> bool:
     """Return whether the names of a model's tensors are those of a hybrid model."""
     return any(name.startswith(final_norm(True)) for name in names)

@@ -18,13 +18,13 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from arguments.checkpoint_args import LORA, MUP, MUST_AGREE, SHAPE, same_meaning
 from arguments.container import OPTIONS
-from arguments.layer_flags import LAYER_FLAGS, NUMBERED_FLAGS, difference, numbering_difference
+from arguments.layer_flags import TRANSLATED_FLAGS, difference, numbering_difference
 from arguments.lora import is_adapter
 from arguments.mechanisms.format_kinds.eight_bit import SCALING_PREFIX
 from arguments.vocabulary import VOCABULARY_KEYS
 from moe_trainer.checkpoint import random_state
 from moe_trainer.checkpoint.errors import CheckpointError
-from moe_trainer.checkpoint.flavors import is_hybrid
+from moe_trainer.checkpoint.flavors import is_hybrid, is_other_flavor
 from moe_trainer.checkpoint.options import LoadOptions
 from moe_trainer.checkpoint.ownership import KINDS, OwnerAssignment, ShardList, assign_owners
 from moe_trainer.checkpoint.reading import fill, read_object
@@ -81,7 +81,7 @@ class Loader:
         self._stored = {
             key: entry for key, entry in index.state_dict_metadata.items() if isinstance(entry, TensorStorageMetadata)
         }
-        self._is_other_flavor = "num_layers" in saved_args and is_hybrid(saved_args) != is_hybrid(options.args)
+        self._is_other_flavor = is_other_flavor(saved_args, options.args)
         self._schemes = list(dict.fromkeys(self._scheme().alternatives()))
         # by (kind, weights or moments): all replicas hold the same weights, but not always the same moments
         self._requests: dict[tuple[str, str], dict[str, list[TensorShard]]] = {
@@ -459,7 +459,7 @@ class Loader:
         saved = self._saved_args
         left_out = _OTHER_STORAGE | {name for name in _DERIVED_SIZES if saved.get(name) is None}
         if self._is_other_flavor:  # `difference` and `numbering_difference` have compared the layers
-            left_out |= LAYER_FLAGS | {*NUMBERED_FLAGS}
+            left_out |= TRANSLATED_FLAGS
         if self._options.upcycle:  # of a dense model
             left_out |= {name for name in SHAPE if OPTIONS[name].section == "moe"} | {"hybrid_layer_pattern"}
         differences = {}

@@ -40,14 +40,14 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from arguments.checkpoint_args import MUP, SHAPE, STORAGE, same_meaning
 from arguments.container import OPTIONS
-from arguments.layer_flags import LAYER_FLAGS, NUMBERED_FLAGS, dense_layers, difference, numbering_difference
+from arguments.layer_flags import TRANSLATED_FLAGS, dense_layers, difference, numbering_difference
 from arguments.layer_pattern import STAGE, moe_layer_pattern, mtp_layer_pattern
 from arguments.mechanisms.format_kinds.eight_bit import SCALING_PREFIX
 from arguments.mechanisms.selection_kinds.declaration import UpcycledExperts
 from arguments.mechanisms.selections import SPLITS, of_balancing
 from arguments.mup import recorded_width_mult
 from moe_trainer.checkpoint.errors import CheckpointError
-from moe_trainer.checkpoint.flavors import is_hybrid, to_flavor
+from moe_trainer.checkpoint.flavors import is_hybrid, is_other_flavor, to_flavor
 from moe_trainer.checkpoint.logical import LogicalTensor, logical_tensors, read_logical
 from moe_trainer.checkpoint.sharding import KeyScheme
 from moe_trainer.checkpoint.virtual_index import VirtualMetadata, add_chunk
@@ -173,14 +173,13 @@ class UpcycledMetadata(VirtualMetadata):
         self._folder, self._dense = folder, dense
         self._held: tuple[LogicalTensor | None, Tensor] = (None, torch.empty(0))
         self._recipes: dict[MetadataIndex, TensorRecipe] = {}
-        hybrid = is_hybrid(args)
-        is_other_flavor = "num_layers" in saved and is_hybrid(saved) != hybrid
+        translates = is_other_flavor(saved, args)
         tensors = {
-            to_flavor(tensor.name, hybrid) if is_other_flavor else tensor.name: tensor
+            to_flavor(tensor.name, is_hybrid(args)) if translates else tensor.name: tensor
             for tensor in logical_tensors(dense)
             if tensor.state is None and not tensor.name.startswith(_NOT_PARAMETERS)
         }
-        _check(folder, tensors, saved, args, is_other_flavor)
+        _check(folder, tensors, saved, args)
         scheme = KeyScheme.from_record(args)
         for recipe in tensor_recipes(tensors, UpcyclingSpec.from_args(args), args):
             place = dense.storage_data[MetadataIndex(recipe.source.key, recipe.source.chunks[0].offsets)]
@@ -291,7 +290,6 @@ def _check(
     tensors: Mapping[str, LogicalTensor],
     saved: Mapping[str, Any],
     args: Mapping[str, Any],
-    is_other_flavor: bool,
 ) -> None:
     expert = next((name for name in tensors if ".experts." in name or ".router." in name), None)
     if expert is not None:
@@ -299,13 +297,14 @@ def _check(
             f"--moe-use-upcycling makes experts of a dense model, and {folder} has experts already ({expert}): "
             "leave the flag out to continue from it"
         )
-    translated = LAYER_FLAGS | {*NUMBERED_FLAGS} if is_other_flavor else frozenset()
+    translates = is_other_flavor(saved, args)
+    translated = TRANSLATED_FLAGS if translates else frozenset()
     differing = [
         f"  {OPTIONS[name].spellings[0]} ({name}): {saved[name]!r} in the checkpoint, {args[name]!r} here"
         for name in _SHARED
         if name not in translated and name in saved and name in args and not same_meaning(name, saved, args)
     ]
-    if is_other_flavor:
+    if translates:
         here = dense_layers(args)
         try:
             problem = difference(saved, here) or numbering_difference(saved, here)
