@@ -33,7 +33,7 @@ NUMBERED_FLAGS = MappingProxyType(
 )
 """Flags of layers by their number, which in a hybrid model is that of a sublayer."""
 TRANSLATED_FLAGS = frozenset((*LAYER_FLAGS, *NUMBERED_FLAGS))
-"""Flags with other values for the same layers in the other flavor; `difference`, `numbering_difference` compare them."""
+"""Flags with other values for the same layers in the other flavor, which the differences below compare."""
 
 
 def layer_letters(record: Mapping[str, Any]) -> str:
