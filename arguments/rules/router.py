@@ -186,16 +186,12 @@ def check_selecting_balancing_alone(s: Settings, f: DerivedSizes) -> Iterator[Vi
         )
 
 
-def check_selecting_balancing_coeff(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
-    selections = [each for each in named_selections(s) if each.rejects(SelectionCapability.LOSSES)]
-    if f.experts and selections and any(as_list(s.moe_aux_loss_coeff)):
-        why = selections[0].because(SelectionCapability.LOSSES)
-        yield s.violation(f"{{moe_aux_loss_coeff}} must be 0 with {selections[0].mention}{why}.")
-
-
 def check_selections(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
-    """Check what selections reject in Megatron-LM too."""
+    """Check what selections reject in Megatron-LM too: losses, and flags."""
     for each in named_selections(s) if f.experts else ():
+        if each.rejects(SelectionCapability.LOSSES) and any(as_list(s.moe_aux_loss_coeff)):
+            why = each.because(SelectionCapability.LOSSES)
+            yield s.violation(f"{{moe_aux_loss_coeff}} must be 0 with {each.mention}{why}.")
         for dest, capability in leading_demands(SelectionCapability).items():
             is_given = getattr(s, dest) and getattr(s, dest) != s.default(dest)
             if is_given and each.capabilities[capability] == UPSTREAM:
