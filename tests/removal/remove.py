@@ -240,18 +240,26 @@ def drop_rows(folder: Path, spec: Spec) -> Iterator[str]:
 
 
 def _kept_rows(rows: list[str], is_gone: Callable[[str], bool]) -> list[str]:
-    """Leave out rows, and those that stand on the words of a row left out (NAME = ..., used as {NAME})."""
+    """Leave out rows and ends of rows, and those that stand on the words of a row left out (NAME = ..., used as {NAME})."""
     names: set[str] = set()
+
+    def stands_on_gone(text: str) -> bool:
+        return is_gone(text) or any(f"{{{name}}}" in text for name in names)
+
     while True:
-        kept = [
-            row
-            for row in rows
-            if row.startswith("#") or not (is_gone(row) or any(f"{{{name}}}" in row for name in names))
-        ]
-        left_out = {found[1] for row in set(rows) - set(kept) if (found := re.match(r"([A-Z]\w*) = ", row))}
+        shorter = [row if row.startswith("#") else _without_ends(row, stands_on_gone) for row in rows]
+        kept = [row for row in shorter if row.startswith("#") or not stands_on_gone(row)]
+        left_out = {found[1] for row in set(shorter) - set(kept) if (found := re.match(r"([A-Z]\w*) = ", row))}
         if left_out <= names:
             return kept
         names |= left_out
+
+
+def _without_ends(row: str, is_gone: Callable[[str], bool]) -> str:
+    """Leave out other ends of a line (WORDS / END / END -> ...) that are gone; the first one goes with its row."""
+    line, arrow, outcome = row.partition(" -> ")
+    first, *ends = line.split(" / ") if arrow else [line]
+    return " / ".join([first, *(end for end in ends if not is_gone(end))]) + arrow + outcome
 
 
 def _kept_entries(value: object, is_gone: Callable[[str], bool]) -> object:

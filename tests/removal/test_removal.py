@@ -88,9 +88,10 @@ def test_a_line_that_is_not_there_once_is_an_error(line):
         remove.without_lines("a\nb\na\n", line, is_python=False)
 
 
-def test_rows_go_with_the_names_that_they_use():
+def test_rows_and_ends_of_rows_go_with_the_names_that_they_use():
     rows = ["ONE = --old-flag", "TWO = {ONE} --other", "{TWO} -> ok", "--other -> ok", "# of --old-flag"]
-    assert remove._kept_rows(rows, lambda row: "old-flag" in row) == rows[3:]
+    rows += ["--a 1 / --old-flag / {TWO} / 2 -> ok", "--old-flag / --a -> ok", "--a / --b -> note: --old-flag"]
+    assert remove._kept_rows(rows, lambda row: "old-flag" in row) == [*rows[3:5], "--a 1 / 2 -> ok"]
 
 
 def test_recorded_flags_of_the_feature_are_dropped():
