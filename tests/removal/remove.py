@@ -55,7 +55,11 @@ GENERATORS = (
     (("scripts/combinations.py", "--write"), None),
 )
 """Arguments of Python, and the page that has the output if the command does not write it itself."""
-EVERY_RULE = "tests/arguments/test_refusals.py::test_every_rule_refuses_a_line_and_accepts_a_similar_one"
+ALWAYS = (
+    "tests/arguments/test_refusals.py::test_every_rule_refuses_a_line_and_accepts_a_similar_one",
+    "tests/structure/test_capabilities.py",
+)
+"""Tests of every copy: no rule or capability is left without a use."""
 PACKAGES = ("arguments", "model_zoo", "moe_trainer")
 IMPORT_ALL = f"""
 import importlib, sys
@@ -375,9 +379,9 @@ def import_problem(folder: Path) -> str:
 
 
 def run_tests(folder: Path, tests: list[str]) -> int:
-    """Run tests and EVERY_RULE in the copy, or the default tier if none are named. Returns pytest's exit code."""
+    """Run tests and ALWAYS in the copy, or the default tier if none are named. Returns pytest's exit code."""
     words = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    done = run_python(folder, *words, *(["--processes", "1", *tests, EVERY_RULE] if tests else []))
+    done = run_python(folder, *words, *(["--processes", "1", *tests, *ALWAYS] if tests else []))
     print(done.stdout[-6000:], done.stderr[-2000:], sep="", flush=True)
     return done.returncode
 

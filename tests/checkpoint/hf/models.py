@@ -6,6 +6,7 @@ import re
 import torch
 
 import arguments
+from moe_trainer.checkpoint.hf.families import FAMILIES
 from moe_trainer.checkpoint.manager import load, read_saved_args
 from moe_trainer.checkpoint.options import LoadOptions
 from moe_trainer.commands import convert
@@ -544,8 +545,10 @@ def make(name, seed=1, **changes):
 
     prefix, config = MODELS[name]
     torch.manual_seed(seed)
-    code = f"moe_trainer.checkpoint.hf.remote_code.modeling_{name}"
-    classes = importlib.import_module(code) if importlib.util.find_spec(code) else transformers
+    has_code = name in FAMILIES and FAMILIES[name].code_files
+    classes = (
+        importlib.import_module(f"moe_trainer.checkpoint.hf.remote_code.modeling_{name}") if has_code else transformers
+    )
     model_class = getattr(classes, f"{prefix}ForCausalLM")
     model = model_class(model_class.config_class(**_SIZES | config | changes))
     for param_name, param in model.named_parameters():
