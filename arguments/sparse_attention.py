@@ -24,7 +24,7 @@ GATHER_COST_FACTOR = 384
 On one core (AVX-512, fp32) about 100 fits the measured times of 8 and 32 heads. On a GPU, where it has not been
 measured, memory time weighs more against GEMMs: with 384 the estimate (estimate/layer_time.py) finds gathered attention
 of DeepSeek-V3.2 faster on an H100 from the length on at which it is chosen, with 128 and with 16 heads per rank. So on
-a CPU some sequences are masked that would be faster gathered (scripts/bench_results/sparse_keys.md).
+a CPU some sequences are masked that would be faster gathered (docs/records/measured_once.md).
 """
 
 

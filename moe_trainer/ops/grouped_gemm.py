@@ -1,7 +1,7 @@
 """GEMMs of many experts: y[tokens of e] = x[tokens of e] @ w[e]^T.
 
 Either one torch.nn.functional.grouped_mm call or a loop; `prefer_grouped` is a static rule measured on CPU
-(scripts/bench_results/experts.md). The functions have no autograd: ops/expert_mlp.py calls them in forward and
+(docs/records/measured_once.md). The functions have no autograd: ops/expert_mlp.py calls them in forward and
 backward. Token counts are host integers, or a device tensor for a single call.
 
 Shape letters: R tokens sorted by expert, e experts, N output width, K input width.
