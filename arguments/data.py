@@ -11,7 +11,7 @@ from typing import Literal
 
 from arguments.flag_properties import MAX_SAMPLES, MAX_SIZE, MAX_WORKERS
 from arguments.mechanisms.sublayer_kinds.declaration import SublayerCapability
-from arguments.schema import flag
+from arguments.schema import Section, flag
 
 DEFAULT_SPLIT = "969, 30, 1"
 """Taken for --split where it is not given."""
@@ -68,8 +68,8 @@ _SENTENCEPIECE = (
 _HUGGING_FACE = "tokenizer_type=HuggingFaceTokenizer or metadata_path"
 
 
-@dataclass(frozen=True)
-class DataArgs:
+@dataclass(frozen=True, repr=False, eq=False)
+class DataArgs(Section):
     """Corpora, samples, tokenizer."""
 
     # ---- corpora

@@ -32,7 +32,7 @@ else:
     AttentionBackend, AttentionVariant = Literal[attention_backends.NAMES], Literal[VARIANTS]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False, eq=False)
 class ModelArgs(TransformerArgs):
     """The shape and mathematics of the transformer."""
 

@@ -12,7 +12,7 @@ from arguments.mechanisms.dispatchers import BACKENDS, TYPES
 from arguments.mechanisms.selection_kinds.declaration import SelectionCapability
 from arguments.mechanisms.selections import BALANCING_KINDS, expert_split, output_slices
 from arguments.mechanisms.sublayer_kinds.declaration import SublayerCapability
-from arguments.schema import flag, layer_pattern
+from arguments.schema import Section, flag, layer_pattern
 
 if TYPE_CHECKING:
     BalancingType = str
@@ -31,8 +31,8 @@ def is_padded_to_capacity(moe: Any) -> bool:
     return moe.moe_pad_expert_input_to_capacity and moe.moe_expert_capacity_factor is not None
 
 
-@dataclass(frozen=True)
-class MoEArgs:
+@dataclass(frozen=True, repr=False, eq=False)
+class MoEArgs(Section):
     """Experts, router, balancing, dispatch."""
 
     # ---- experts

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from arguments.mechanisms.optimizer_kinds.muon import MuonArgs
 from arguments.mechanisms.optimizers import NAMES, needs_rule
 from arguments.mechanisms.sublayer_kinds.declaration import SublayerCapability
-from arguments.schema import flag
+from arguments.schema import Section, flag
 
 if TYPE_CHECKING:
     Name = str
@@ -18,8 +18,8 @@ else:
     Name = Literal[NAMES]
 
 
-@dataclass(frozen=True)
-class CommonOptimizerArgs:
+@dataclass(frozen=True, init=False, repr=False, eq=False)
+class CommonOptimizerArgs(Section):
     """Flags that no single optimizer declares."""
 
     # ---- optimizer
@@ -190,7 +190,7 @@ class CommonOptimizerArgs:
     """Write the parameter group of every parameter to this file."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False, eq=False)
 class OptimizerArgs(
     MuonArgs,
     CommonOptimizerArgs,

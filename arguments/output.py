@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from arguments.mechanisms.sublayer_kinds.declaration import SublayerCapability
-from arguments.schema import flag
+from arguments.schema import Section, flag
 
 _PLANS = "validate_only or dry_run or fake_process_group"
 _LOADS = "load or pretrained_checkpoint"
@@ -16,8 +16,8 @@ _RESUMES = "load or pretrained_checkpoint or auto_resume"
 _TRACKERS = "tensorboard_dir or wandb_project"
 
 
-@dataclass(frozen=True)
-class OutputArgs:
+@dataclass(frozen=True, repr=False, eq=False)
+class OutputArgs(Section):
     """Checkpoints, logging, profiling, and our own files."""
 
     # ---- this program

@@ -11,7 +11,7 @@ from arguments.flag_properties import MAX_MINUTES
 from arguments.mechanisms.schedules import NAMES, get_schedule
 from arguments.mechanisms.sharding_kinds.declaration import ShardingCapability
 from arguments.mechanisms.shardings import get_sharding, needs_support
-from arguments.schema import flag
+from arguments.schema import Section, flag
 
 if TYPE_CHECKING:
     ScheduleName = str
@@ -57,8 +57,8 @@ _VIRTUAL_STAGES = (
 _BF16_GRADS = "grad_reduce_in_bf16 or main_grads_dtype=bf16"
 
 
-@dataclass(frozen=True)
-class ParallelArgs:
+@dataclass(frozen=True, repr=False, eq=False)
+class ParallelArgs(Section):
     """How work is split over ranks, and how ranks talk."""
 
     # ---- sizes

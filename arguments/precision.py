@@ -11,7 +11,7 @@ from arguments.flag_properties import MAX_FP32
 from arguments.mechanisms.formats import list_widths, plain_format
 from arguments.mechanisms.implementations import NAMES
 from arguments.mechanisms.sublayer_kinds.declaration import SublayerCapability
-from arguments.schema import flag
+from arguments.schema import Section, flag
 
 if TYPE_CHECKING:
     Implementation = str
@@ -19,8 +19,8 @@ else:
     Implementation = Literal[NAMES]
 
 
-@dataclass(frozen=True)
-class PrecisionArgs:
+@dataclass(frozen=True, repr=False, eq=False)
+class PrecisionArgs(Section):
     """Number formats of parameters, gradients and GEMMs; implementations of layers and kernels."""
 
     # ---- formats

@@ -116,6 +116,13 @@ def _pattern_value(node: ast.expr) -> Any:
     raise TypeError("not part of a layer pattern")
 
 
+class Section:
+    """Base of the dataclasses of flags: equality by fields, without a generated method of a hundred fields each."""
+
+    def __eq__(self, other: object) -> bool:
+        return vars(self) == vars(other) if type(other) is type(self) else NotImplemented
+
+
 @dataclass(frozen=True)
 class Option:
     """One flag as the parser sees it.

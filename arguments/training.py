@@ -15,7 +15,7 @@ from typing import Literal
 from arguments.flag_properties import MAX_SAMPLES
 from arguments.mechanisms.offloaded_modules import offloaded_parts
 from arguments.mechanisms.sublayer_kinds.declaration import SublayerCapability
-from arguments.schema import flag
+from arguments.schema import Section, flag
 
 _COUNT_SUFFIXES = MappingProxyType({"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12})
 _SCHEDULE_ENTRY = re.compile(r"(\d+(?:\.\d+)?)([KMBT]?):(\d+)", re.IGNORECASE)
@@ -62,8 +62,8 @@ _EVALUATES = "eval_iters or full_validation"
 _CHECKS = "check_for_nan_in_loss_and_grad or check_for_spiky_loss or check_for_large_grads"
 
 
-@dataclass(frozen=True)
-class TrainingArgs:
+@dataclass(frozen=True, repr=False, eq=False)
+class TrainingArgs(Section):
     """Batches, duration, recompute, offload, evaluation, exit."""
 
     # ---- batches and duration

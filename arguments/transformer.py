@@ -9,7 +9,7 @@ from typing import Literal
 
 from arguments.flag_properties import MAX_LAYERS, MAX_SIZE, LayerNumbers
 from arguments.mechanisms.sublayer_kinds.declaration import SublayerCapability
-from arguments.schema import flag, layer_pattern
+from arguments.schema import Section, flag, layer_pattern
 
 ROTARY = "position_embedding_type=rope or position_embedding_type=yarn or multi_latent_attention"
 YARN = "position_embedding_type=yarn or rope_type=yarn"
@@ -17,8 +17,8 @@ YARN = "position_embedding_type=yarn or rope_type=yarn"
 _GATED = "swiglu or quick_geglu"
 
 
-@dataclass(frozen=True)
-class TransformerArgs:
+@dataclass(frozen=True, init=False, repr=False, eq=False)
+class TransformerArgs(Section):
     """Sizes, norms, activations and positions."""
 
     # ---- sizes

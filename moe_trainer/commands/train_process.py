@@ -223,5 +223,6 @@ def leave(code: int) -> NoReturn:
         os._exit(code)
     # A sharded model is part of reference cycles and keeps its process groups alive. One of their threads that drops
     # its last tensor while the interpreter is finalized would abort the process.
-    gc.collect()
+    if "torch" in sys.modules:
+        gc.collect()
     sys.exit(code)

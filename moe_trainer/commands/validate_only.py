@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from arguments.apply_flag_status import can_count_params
 from arguments.container import OPTIONS, Arguments, freeze
-from arguments.help import run_help
 from arguments.parse import resolve_command_line
 from arguments.program import program_name
 from arguments.report import as_json, get_world_size, summary, table
@@ -18,7 +17,6 @@ from arguments.rules.derived_sizes import derive_sizes
 from arguments.settings import ArgumentError, Settings, Violation
 from arguments.stage_layout import grid_sizes, group_options
 from moe_trainer.errors import require_packages
-from moe_trainer.estimate.dry_run import planned_memory
 from moe_trainer.estimate.parameters import params_report, planned_vocab_size
 from moe_trainer.estimate.static_memory import state_report
 from moe_trainer.exit_codes import ExitCode
@@ -41,6 +39,8 @@ def run_validate_only(argv: list[str], checkpoint: Mapping[str, object] | None =
         checkpoint: see `parse_args`.
     """
     if "--help" in argv or "-h" in argv:
+        from arguments.help import run_help
+
         return run_help(argv)
     world_size, violations = get_world_size(argv)
     settings, found = resolve_command_line(argv, world_size, checkpoint)
@@ -70,6 +70,8 @@ def run_validate_only(argv: list[str], checkpoint: Mapping[str, object] | None =
         if files is not None:
             content["files"] = files.lines
         if model is not None and world_size and not violations:
+            from moe_trainer.estimate.dry_run import planned_memory  # only here, since the planner is slow to import
+
             content["memory"] = planned_memory(model, world_size)
         try:
             with open(settings.report, "w", encoding="utf-8") as file:
