@@ -57,9 +57,9 @@ class PrecisionArgs(Section):
     --no-rope-fusion and --no-bias-swiglu-fusion switch off, if the package triton is installed; TransformerEngine's
     norms, --moe-permute-fusion and --moe-router-fusion take precedence over them, and kernels that are named here take
     precedence over those. They have been checked in Triton's interpreter and compiled for sm_90, sm_100 and sm_103, and
-    not yet run on a GPU; scripts/bench_kernels.py measures which of them pay. delta-rule, of gated DeltaNet layers: the
-    kernels of the package flash-linear-attention if 0.6 or later is installed (packed documents: this program's), else
-    this program's. On a CPU: plain torch."""
+    not yet run on a GPU; scripts/benchmarks/bench_kernels.py measures which of them pay. delta-rule, of gated DeltaNet
+    layers: the kernels of the package flash-linear-attention if 0.6 or later is installed (packed documents: this
+    program's), else this program's. On a CPU: plain torch."""
     accumulate_allreduce_grads_in_fp32: bool = False
     """Accumulate and reduce gradients in fp32 (on with --bf16)."""
     grad_reduce_in_bf16: bool = flag(False, needs="bf16", role="precision")

@@ -30,7 +30,7 @@ COMMANDS = MappingProxyType(
         "preprocess": "text to token files",
         "inspect": "statistics of token files; ls, verify and diff of checkpoints",
         "dashboard": "serve the dashboards of a folder of runs",
-        "compare": "compare runs, fit scaling laws",
+        "compare": "compare runs",
         "compare-megatron": "compare models with Megatron-Core's own modules, on a CPU",
         "doctor": "what this machine has, and what each absence costs",
         "launch": "train with torchrun, with the variables of the Megatron MoE model zoo",

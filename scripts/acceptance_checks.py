@@ -204,7 +204,7 @@ def parity() -> Iterator[tuple[str, Check]]:
     """Tiny presets in fp32: the CPU against the GPU."""
     from gpu.test_one_device import NEAR
 
-    from scripts.bench_gpu import COMMON
+    from scripts.benchmarks.bench_gpu import COMMON
 
     sizes = "--seq-length 64 --max-position-embeddings 64 --adam-eps 1e-5 --lr 1e-3 --train-iters 3"
 
@@ -420,8 +420,8 @@ def kernels() -> Iterator[tuple[str, Check]]:
     """Triton kernels against torch: results."""
     import torch
 
-    from scripts.bench_kernels import MAX_ERROR, relative_error
-    from scripts.kernel_cases import NAMES, make
+    from scripts.benchmarks.bench_kernels import MAX_ERROR, relative_error
+    from scripts.benchmarks.kernel_cases import NAMES, make
 
     def check(name: str) -> str:
         require_triton()

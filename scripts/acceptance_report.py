@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from scripts.acceptance_checks import is_emulated
-from scripts.bench_common import get_commit
+from scripts.provenance import get_commit
 
 PASSED, FAILED, NOT_MEASURED = "passed", "failed", "not measured"
 ARCHIVE_BYTES = 16 * 2**20

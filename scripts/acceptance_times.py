@@ -23,8 +23,8 @@ def kernel_times() -> Iterator[tuple[str, Check]]:
     import torch
 
     from moe_trainer.layers import kernels as selected
-    from scripts.bench_kernels import BENCH_SIZES, measure
-    from scripts.kernel_cases import NAMES
+    from scripts.benchmarks.bench_kernels import BENCH_SIZES, measure
+    from scripts.benchmarks.kernel_cases import NAMES
 
     optional = set(selected.NAMES) - set(selected.DEFAULT)  # torch has the default: no claim of speed
 
@@ -50,7 +50,7 @@ def shape_argv(shape: str, flags: str = "") -> list[str]:
 
     On an emulated device it is tiny, and without Triton, whose interpreter would take minutes.
     """
-    from scripts import bench_gpu
+    from scripts.benchmarks import bench_gpu
 
     if is_emulated():
         return bench_gpu.command_line(shape, 64, True, "--triton-kernels none")
@@ -59,7 +59,7 @@ def shape_argv(shape: str, flags: str = "") -> list[str]:
 
 def measure_shape(shape: str, contender: str, flags: str = "") -> str:
     """Train a shape of bench_gpu.py in a separate process. Returns its speed."""
-    from scripts import bench_gpu
+    from scripts.benchmarks import bench_gpu
 
     if problem := bench_gpu.find_problem(contender):
         raise NotMeasuredError(problem)
@@ -76,8 +76,8 @@ def measure_shape(shape: str, contender: str, flags: str = "") -> str:
 
 
 def benchmark() -> Iterator[tuple[str, Check]]:
-    """Shapes and contenders of scripts/bench_gpu.py."""
-    from scripts import bench_gpu
+    """Shapes and contenders of scripts/benchmarks/bench_gpu.py."""
+    from scripts.benchmarks import bench_gpu
 
     for shape in bench_gpu.SHAPES:
         for contender in bench_gpu.get_contenders(shape):
@@ -88,8 +88,8 @@ def benchmark() -> Iterator[tuple[str, Check]]:
 
 
 def alternatives() -> Iterator[tuple[str, Check]]:
-    """The first shape of scripts/bench_gpu.py with other kernels, and with the default ones on the same day."""
-    from scripts import bench_gpu
+    """The first shape of bench_gpu.py with other kernels, and with the default ones on the same day."""
+    from scripts.benchmarks import bench_gpu
 
     shape = next(iter(bench_gpu.SHAPES))
     for flags in ALTERNATIVES:
@@ -98,7 +98,7 @@ def alternatives() -> Iterator[tuple[str, Check]]:
 
 def profile() -> Iterator[tuple[str, Check]]:
     """Gaps between the kernels of a training step, and its kernels."""
-    from scripts import bench_gpu
+    from scripts.benchmarks import bench_gpu
 
     def check(shape: str) -> CheckResult:
         path = bench_gpu.in_new_process(profile_step, shape_argv(shape), Path.cwd() / shape)

@@ -52,7 +52,7 @@ Sections whose lines run side by side, as many processes as there are cores and 
   dispatchers   experts on 2, 4 and 8 GPUs: alltoall and allgather against one process, the others against
                 alltoall
 Sections that measure times; each runs alone, after those above:
-  benchmark     scripts/bench_gpu.py: slices of large models; transformers and torchtitan if installed
+  benchmark     scripts/benchmarks/bench_gpu.py: slices of large models; transformers and torchtitan if installed
   kernel_times  every Triton kernel against torch: time
   profile       the largest gaps between kernels of one training step, the cause of each, and the longest kernels
   alternatives  the first slice of the benchmark with other attention and GEMM kernels

@@ -44,7 +44,7 @@ from moe_trainer.estimate.roofline import Roofline, make_roofline
 from moe_trainer.estimate.roofline_text import roofline_json, roofline_lines, table_lines
 from moe_trainer.exit_codes import ExitCode
 from moe_trainer.io import command_output
-from scripts.bench_common import get_commit
+from scripts.provenance import get_commit
 
 DEVICE = ROOT / "tests" / "emulated_cuda"
 RECORD = ROOT / "scripts" / "bench_results" / "roofline.md"

@@ -20,7 +20,7 @@ from moe_trainer.drawing.markdown import markdown_table
 from moe_trainer.drawing.report_page import Figure, write_report
 from moe_trainer.drawing.svg import BLUE, GREEN, INK, ORANGE
 from moe_trainer.io import atomic_write
-from scripts.bench_common import provenance_line
+from scripts.provenance import provenance_line
 
 MAX_SEEDS = 10
 COLORS = MappingProxyType({"dense": INK, "copies": ORANGE, "granular": GREEN, "finermoe": BLUE})

@@ -1,4 +1,4 @@
-"""Baseline models for the test of scripts/bench_cpu.py that hang, lack a package, or die, in separate processes."""
+"""Baseline models for the test of scripts/benchmarks/bench_cpu.py that hang, lack a package, or die, in separate processes."""
 
 import os
 import time

@@ -48,15 +48,6 @@ def draw_x_axis(picture: Picture, scale: Scale, top: float, bottom: float, name:
     picture.text((scale.start + scale.end) / 2, bottom + 32, name, "middle", 12)
 
 
-def draw_log_x_axis(picture: Picture, scale: Scale, top: float, bottom: float, name: str) -> None:
-    """Add vertical grid lines at the powers of ten, and the name of the axis; the scale is that of the exponents."""
-    for power in range(math.ceil(scale.low), math.floor(scale.high) + 1):
-        x = scale.at(power)
-        picture.line(x, top, x, bottom, FAINT)
-        picture.text(x, bottom + 15, f"1e{power}", "middle", 11)
-    picture.text((scale.start + scale.end) / 2, bottom + 32, name, "middle", 12)
-
-
 def draw_y_axis(picture: Picture, scale: Scale, left: float, right: float, name: str) -> None:
     """Add horizontal grid lines with numbers left of them, and the name of the axis above."""
     for tick in round_ticks(scale.low, scale.high, max(2, int(abs(scale.end - scale.start) / 50))):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 
-from moe_trainer.drawing.axes import Scale, draw_log_x_axis, draw_x_axis, draw_y_axis
+from moe_trainer.drawing.axes import Scale, draw_x_axis, draw_y_axis
 from moe_trainer.drawing.svg import Picture
 
 LEFT, RIGHT, TOP, BOTTOM = 76, 900, 62, 360
@@ -23,7 +22,6 @@ class LineChart:
         x_range: first and last number of the x axis.
         y_values: numbers that are inside the y axis; curves are cut off above and below them.
         names: of the x and the y axis.
-        is_log: whether the x axis is logarithmic.
     """
 
     def __init__(
@@ -33,19 +31,17 @@ class LineChart:
         x_range: tuple[float, float],
         y_values: Sequence[float],
         names: tuple[str, str],
-        is_log: bool = False,
     ):
         self.picture = Picture(RIGHT + 30, BOTTOM + 54, title, heading)
-        self._transform = math.log10 if is_log else float
         margin = _MARGIN * ((max(y_values) - min(y_values)) or 1.0)
-        self._x = Scale(self._transform(x_range[0]), self._transform(x_range[1]), LEFT, RIGHT)
+        self._x = Scale(x_range[0], x_range[1], LEFT, RIGHT)
         self._y = Scale(min(y_values) - margin, max(y_values) + margin, BOTTOM, TOP)
-        (draw_log_x_axis if is_log else draw_x_axis)(self.picture, self._x, TOP, BOTTOM, names[0])
+        draw_x_axis(self.picture, self._x, TOP, BOTTOM, names[0])
         draw_y_axis(self.picture, self._y, LEFT, RIGHT, names[1])
 
     def at(self, x: float, y: float) -> tuple[float, float]:
         """Return where a point is in the picture."""
-        return self._x.at(self._transform(x)), min(max(self._y.at(y), TOP), BOTTOM)
+        return self._x.at(x), min(max(self._y.at(y), TOP), BOTTOM)
 
     def line(self, points: Points, color: str, tip: str = "", width: float = 2.0, opacity: float = 1.0) -> None:
         """Add a line; a pointer on it shows `tip`."""

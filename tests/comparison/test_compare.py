@@ -1,6 +1,5 @@
 """scripts/compare.py on made-up runs: groups, figures at equal tokens, differences, errors."""
 
-import functools
 import json
 import re
 
@@ -8,10 +7,8 @@ import pytest
 from commands import call_main
 
 from moe_trainer.commands.compare import main
-from moe_trainer.comparison import scaling
 from moe_trainer.comparison.report import comparison_figures
 from moe_trainer.comparison.runs import Run, common_end, make_groups, settings_that_differ
-from moe_trainer.comparison.scaling import read_points
 from moe_trainer.metrics.dashboard import read_runs
 from moe_trainer.metrics.run_state import RunEnd
 
@@ -224,47 +221,11 @@ def test_single_runs_have_no_note_on_intervals(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        ([], "give runs to compare"),
+        ([], "required: RUN"),
         (["none"], "no such file"),
-        (["none", "--predict", "1e9"], "needs --scaling"),
-        (["--scaling", ".", "--predict", "inf"], "--predict: FLOPs must be positive and finite"),
-        (["--scaling", "none"], "not a directory"),
-        (["--scaling", "."], "no run with parameters"),
     ],
 )
 def test_errors_are_clear(argv, words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     done = call_main(main, argv, capsys)
     assert done.returncode == 2 and words in done.stderr
-
-
-def test_too_few_runs_for_a_law_are_an_error(tmp_path, capsys):
-    for number in range(3):
-        write_run(tmp_path / str(number), parameters=1e6 * (number + 1))
-    assert main(["--scaling", str(tmp_path)]) == 2
-    assert "compute: needs 5 runs or more for 3 constants, there are 3" in capsys.readouterr().err
-
-
-def test_runs_that_a_law_cannot_use_are_left_out(tmp_path):
-    write_run(tmp_path / "good", moe_ffn_hidden_size=16)
-    write_run(tmp_path / "texts", parameters="many")
-    write_run(tmp_path / "odd", ffn_hidden_size="wide", moe_ffn_hidden_size=-1)
-    write_run(tmp_path / "negative", offset=-9.0)
-    (tmp_path / "folder" / "metrics.jsonl").mkdir(parents=True)
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other/metrics.jsonl").write_text('{"iteration": 1, "run": {"model": 3}}\n')
-    points, skipped = read_points(tmp_path)
-    assert [point.granularity for point in points] == [4.0, 1.0]
-    assert [path.name for path in skipped] == ["negative", "other", "texts"]
-
-
-def test_laws_of_a_folder_are_printed_and_drawn(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(scaling, "_STARTS", 4)
-    monkeypatch.setattr(scaling, "fit", functools.partial(scaling.fit, num_samples=5))
-    for number in range(6):
-        write_run(tmp_path / str(number), parameters=1e6 * 2**number, iterations=40 + 10 * number)
-    report = tmp_path / "laws.html"
-    assert main(["--scaling", str(tmp_path), "--predict", "1e13", "--report-html", str(report)]) == 0
-    text = capsys.readouterr().out
-    assert "## L = E + A / C^a" in text and "| 1e+13 |" in text and "Not fitted: tokens: needs 7 runs" in text
-    assert report.read_text().count("<circle") == 6

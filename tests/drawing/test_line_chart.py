@@ -17,14 +17,6 @@ def test_points_are_where_the_axes_say():
     assert TOP < chart.at(0.0, 3.0)[1] < chart.at(0.0, 1.0)[1] < BOTTOM
 
 
-def test_powers_of_ten_are_equally_far_apart():
-    chart = LineChart("t", "h", (5e2, 2e5), [1.0, 3.0], ("FLOPs", "loss"), is_log=True)
-    marks = {text.text: text.x for text in texts(chart.svg())}
-    assert [name for name in marks if name.startswith("1e")] == ["1e3", "1e4", "1e5"]
-    assert chart.at(1e4, 1.0)[0] == marks["1e4"] == (marks["1e3"] + marks["1e5"]) / 2
-    assert chart.at(5e2, 1.0)[0] == LEFT
-
-
 def test_curves_stay_inside_the_axes_and_areas_are_closed():
     chart = LineChart("t", "h", (0.0, 2.0), [0.0, 1.0], ("x", "y"))
     chart.line([(0.0, -5.0), (2.0, 9.0)], "#111111", "a line")

@@ -34,7 +34,7 @@ from fault_injection import ranks
 from fault_injection.faults import FAULTS, Fault
 from fault_injection.ranks import DISK, UnsupportedHostError
 
-from scripts import bench_common
+from scripts import provenance
 
 MODEL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --group-query-attention --num-query-groups 2 --ffn-hidden-size 32 --swiglu "
@@ -441,9 +441,9 @@ def main(argv: list[str]) -> int:
             "An iteration that was running when the fault hit is not counted as lost. Where nothing was lost and the "
             "exit codes are 0, the run itself continued."
         )
-        bench_common.write_result(
+        provenance.write_result(
             "faults.md",
-            f"# Faults and what they cost\n\n{bench_common.provenance_line()}, {bench_common.load_line()}. Made by "
+            f"# Faults and what they cost\n\n{provenance.provenance_line()}, {provenance.load_line()}. Made by "
             f"tests/fault_injection/table.py.\n\n{summary(results)}.\n\n{note}\n\n{table(results)}",
         )
     return 1 if any(result.problems for result in results) else 0

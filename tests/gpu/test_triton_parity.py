@@ -1,6 +1,6 @@
 """The Triton kernels on a GPU against the torch operations they stand in for: the same numbers in fp32 and bf16, and how long both take.
 
-The ratio of times is printed (pytest -s), not asserted: scripts/bench_kernels.py measures properly. Everything the kernels do at odd sizes
+The ratio of times is printed (pytest -s), not asserted: scripts/benchmarks/bench_kernels.py measures properly. Everything the kernels do at odd sizes
 is in tests/ops/triton_cases, in Triton's interpreter; here are sizes that a GPU is made for, and what the interpreter cannot show: bf16,
 tensor cores, many programs at once.
 """
@@ -10,7 +10,7 @@ import os
 import pytest
 import torch
 
-from scripts.kernel_cases import NAMES, make
+from scripts.benchmarks.kernel_cases import NAMES, make
 
 pytestmark = pytest.mark.gpu
 pytest.importorskip("triton", reason="triton is not installed")

@@ -6,7 +6,7 @@ import itertools
 import fake_baselines
 import pytest
 
-from scripts import bench_baselines, bench_cpu
+from scripts.benchmarks import bench_baselines, bench_cpu
 
 REASONS = {
     "hangs": "no answer within 2 s",

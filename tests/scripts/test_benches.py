@@ -2,10 +2,7 @@
 
 import pytest
 
-from scripts import (
-    bench_data,
-    bench_long_context,
-)
+from scripts.benchmarks import bench_data, bench_long_context
 
 
 def test_bench_data_measures_checkpoints(tmp_path):

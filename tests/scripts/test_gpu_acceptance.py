@@ -25,8 +25,9 @@ from training.layouts import make_argv, shallow
 
 from arguments import parse_args
 from moe_trainer.estimate.dry_run import plan_of_flags
-from scripts import acceptance_checks, acceptance_report, acceptance_times, bench_gpu, bench_kernels, gpu_acceptance
-from scripts.bench_common import get_commit
+from scripts import acceptance_checks, acceptance_report, acceptance_times, gpu_acceptance
+from scripts.benchmarks import bench_gpu, bench_kernels
+from scripts.provenance import get_commit
 
 SCRIPT = REPOSITORY / "scripts" / "gpu_acceptance.py"
 LINES = f"""

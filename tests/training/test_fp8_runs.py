@@ -6,7 +6,7 @@ from training.layouts import create_groups, make_argv, make_run
 
 from moe_trainer.training.run import TrainState
 from moe_trainer.training.step import train_step
-from scripts.bench_precision import BATCH, HELD_OUT, RECIPES, read_text_bytes, train
+from scripts.benchmarks.bench_precision import BATCH, HELD_OUT, RECIPES, read_text_bytes, train
 
 SHARDED = "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --ckpt-format fsdp_dtensor".split()
 QUANTISED = [name for name in RECIPES if name not in ("bf16", "fp32")]

@@ -1,4 +1,4 @@
-"""The kernel pairs that scripts/bench_kernels.py times and tests/gpu compares, at a tiny size in Triton's interpreter.
+"""The kernel pairs that scripts/benchmarks/bench_kernels.py times and tests/gpu compares, at a tiny size in Triton's interpreter.
 
 Run by tests/ops/test_triton.py.
 """
@@ -6,7 +6,7 @@ Run by tests/ops/test_triton.py.
 import pytest
 import torch
 
-from scripts.kernel_cases import NAMES, make
+from scripts.benchmarks.kernel_cases import NAMES, make
 
 
 @pytest.mark.parametrize("name", NAMES)

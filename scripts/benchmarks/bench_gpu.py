@@ -1,6 +1,6 @@
 """Train slices of large models on one GPU: speed relative to the GEMM rate, memory, and a breakdown of the time.
 
-    python scripts/bench_gpu.py [--shapes qwen3 mixtral deepseek] [--steps 8] [--flags "..."] [--write]
+    python scripts/benchmarks/bench_gpu.py [--shapes qwen3 mixtral deepseek] [--steps 8] [--flags "..."] [--write]
 
 Shapes, all at sequences of 4,096 in bf16 with random tokens; they fit a device of 80 GB:
 * qwen3: four layers of Qwen3-30B-A3B;
@@ -26,10 +26,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from moe_trainer.exit_codes import ExitCode
-from scripts.bench_common import Report, gemm_rate, make_parser, provenance_line, timed
+from scripts.benchmarks.bench_common import Report, gemm_rate, make_parser, timed
+from scripts.provenance import provenance_line
 
 SEQ = 4096
 COMMON = (
@@ -132,7 +133,7 @@ def build_transformers(args, steps: int, device: str):
     """Return a step of MixtralForCausalLM of the same shape, with bf16 parameters and fused AdamW."""
     import torch
 
-    from scripts.bench_baselines import make_mixtral
+    from scripts.benchmarks.bench_baselines import make_mixtral
 
     module = make_mixtral(make_baseline(args), "grouped_mm", device).bfloat16()
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
@@ -151,14 +152,14 @@ def build_transformers(args, steps: int, device: str):
 
 def build_torchtitan(args, steps: int, device: str):
     """Return a step of torchtitan's model of the same shape, with bf16 parameters, fused AdamW, the batch at once."""
-    from scripts import bench_baselines
+    from scripts.benchmarks import bench_baselines
 
     return bench_baselines.build_torchtitan(make_baseline(args), "bf16", device)[0]
 
 
 def make_baseline(args):
     """Return the sizes of a run for the builders of bench_baselines.py."""
-    from scripts.bench_baselines import Model
+    from scripts.benchmarks.bench_baselines import Model
 
     model, moe = args.model, args.moe
     return Model(
@@ -234,7 +235,7 @@ def main() -> None:
         sys.exit(ExitCode.USER_ERROR)
     machine = provenance_line(torch.cuda.get_device_name() if options.device == "cuda" else "CPU")
     flags = f", flags {options.flags}" if options.flags else ""
-    head = f"{machine}, median of {options.steps} steps{flags}. Method: scripts/bench_gpu.py."
+    head = f"{machine}, median of {options.steps} steps{flags}. Method: scripts/benchmarks/bench_gpu.py."
     report = Report("# Slices of large models on one GPU", "", head)
     rates = "s per step", "tokens/s", "TFLOP/s", "share of GEMM rate"
     report.start_table("shape", "program", *rates, "peak GiB", "breakdown of the time")

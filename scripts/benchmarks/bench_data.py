@@ -1,6 +1,6 @@
 """Measure what surrounds training: flags, start-up, text to tokens, checkpoints.
 
-    python scripts/bench_data.py [--rounds 5] [--megabytes 16] [--parameters 60] [--write]
+    python scripts/benchmarks/bench_data.py [--rounds 5] [--megabytes 16] [--parameters 60] [--write]
 
 * flags: resolving and validating 1,000 command lines (the model zoo's presets with different ranks and batches) in one
   process, and `pretrain_moe.py --validate-only` as a command;
@@ -30,10 +30,11 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from scripts.bench_common import Report, load_line, make_parser, provenance_line, timed
+from scripts.benchmarks.bench_common import Report, make_parser, timed
+from scripts.provenance import load_line, provenance_line
 
 BLOCK_BYTES = 64 << 20
 TINY = (
@@ -201,7 +202,8 @@ def main() -> None:
     report = Report(
         "# Flags, start, tokens, checkpoints",
         "",
-        f"{machine}, median of {options.rounds} rounds, {load_line()} before the run. Method: scripts/bench_data.py.",
+        f"{machine}, median of {options.rounds} rounds, {load_line()} before the run. Method: scripts/benchmarks/"
+        "bench_data.py.",
     )
     report.start_table("what", "", "")
     with tempfile.TemporaryDirectory() as folder:

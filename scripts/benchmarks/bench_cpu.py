@@ -1,6 +1,6 @@
 """Train a small Mixtral on this CPU, with moe-trainer, Hugging Face transformers and torchtitan, and compare.
 
-    python scripts/bench_cpu.py [--models small wide many] [--rounds 7] [--steps 4] [--threads N]
+    python scripts/benchmarks/bench_cpu.py [--models small wide many] [--rounds 7] [--steps 4] [--threads N]
         [--dtypes fp32 bf16] [--write]
 
 Three models. `small`: hidden 256, 4 layers, 8 experts top-2 with ffn 512, 8 heads over 4 key-value heads, sequences of
@@ -47,11 +47,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from moe_trainer.exit_codes import ExitCode
-from scripts import bench_common
-from scripts.bench_baselines import MODELS, Model, build_ours, build_torchtitan, build_transformers
+from scripts import provenance
+from scripts.benchmarks import bench_common
+from scripts.benchmarks.bench_baselines import MODELS, Model, build_ours, build_torchtitan, build_transformers
 
 GEMM_SIZE = 2048
 LARGE_ROUNDS = 3  # of a model that is too large to run together with others
@@ -407,7 +408,7 @@ def keep(name: str, dtype: str, results: dict, options: argparse.Namespace) -> N
     together = MODELS[name].together
     record = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="minutes"),
-        "commit": bench_common.get_commit(),
+        "commit": provenance.get_commit(),
         "processor": processor(),
         "threads": options.threads,
         "load_average": os.getloadavg(),
@@ -417,7 +418,7 @@ def keep(name: str, dtype: str, results: dict, options: argparse.Namespace) -> N
         "figures": results,
     }
     file = f"cpu_{name}_{dtype}"
-    bench_common.write_result(f"{file}.json", json.dumps(record, indent=1))
+    provenance.write_result(f"{file}.json", json.dumps(record, indent=1))
     found = ", ".join(f"{library} {version}" for library, version in record["versions"].items())
     rounds = f"{LARGE_ROUNDS} steps, one contender after another"
     if together:
@@ -425,9 +426,9 @@ def keep(name: str, dtype: str, results: dict, options: argparse.Namespace) -> N
     head = (
         f"# The {name} Mixtral on CPU, {dtype}\n\n{record['date']}, commit {record['commit']}, {record['processor']}, "
         f"{options.threads} threads, {found}; median of {rounds}; load average {os.getloadavg()[0]:.0f} (the benchmark "
-        f"alone: about {options.threads}). Method: scripts/bench_cpu.py.\n\n"
+        f"alone: about {options.threads}). Method: scripts/benchmarks/bench_cpu.py.\n\n"
     )
-    bench_common.write_result(f"{file}.md", head + table({name: {dtype: results}}))
+    provenance.write_result(f"{file}.md", head + table({name: {dtype: results}}))
 
 
 if __name__ == "__main__":

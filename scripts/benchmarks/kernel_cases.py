@@ -4,7 +4,7 @@
     case.kernel(), case.plain()          # tuples of the same results
     case.milliseconds(case.kernel)       # median of CUDA events
 
-Used by scripts/bench_kernels.py and tests/gpu. A case has forward and backward if training always runs both.
+Used by scripts/benchmarks/bench_kernels.py and tests/gpu. A case has forward and backward if training always runs both.
 """
 
 import statistics

@@ -1,6 +1,6 @@
 """Measure how much communication each overlap flag hides: 4 gloo ranks over a loopback of limited bandwidth.
 
-    python scripts/bench_overlap.py [--mbit 5000] [--rounds 7] [--cases NAME...] [--write]
+    python scripts/benchmarks/bench_overlap.py [--mbit 5000] [--rounds 7] [--cases NAME...] [--write]
 
 Linux with `unshare`, `ip` and `tc`; root, or a kernel that allows user namespaces. The ranks run in a network namespace
 of their own, whose loopback is throttled by a token bucket (all ranks share it) and freed again, in turns. Every
@@ -25,9 +25,10 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.bench_common import Report, load_line, make_parser, provenance_line, run_on_ranks
+from scripts.benchmarks.bench_common import Report, make_parser, run_on_ranks
+from scripts.provenance import load_line, provenance_line
 
 RANKS = 4
 INSIDE = "MOE_TRAINER_BENCH_NAMESPACE"
@@ -158,7 +159,8 @@ def main() -> None:
         "# Communication that overlap hides",
         "",
         f"{provenance_line()}, {RANKS} gloo ranks of one thread, loopback limited to the bandwidth of each row, "
-        f"median of {options.rounds} rounds, {load_line()} before the run. Method: scripts/bench_overlap.py.",
+        f"median of {options.rounds} rounds, {load_line()} before the run. Method: "
+        "scripts/benchmarks/bench_overlap.py.",
     )
     times = "free, ms", "throttled, ms", "exposed, ms", "exposed, ratio", "step throttled, ratio"
     report.start_table("case", "Mbit/s", "variant", *times)

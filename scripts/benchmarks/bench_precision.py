@@ -1,6 +1,6 @@
 """Measure what training in 8 and 4 bits costs in loss: one tiny model, the same text and initial weights, every recipe.
 
-    python scripts/bench_precision.py [--iterations 300] [--recipes NAME...] [--seeds 1] [--write]
+    python scripts/benchmarks/bench_precision.py [--iterations 300] [--recipes NAME...] [--seeds 1] [--write]
 
 The text is the bytes of the sources of this Python installation, which every machine has; the model reads bytes. The
 recipes are computed as defined (quantize, dequantize, GEMM in fp32), so the losses are those of devices with such
@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
@@ -25,7 +25,8 @@ from moe_trainer.parallel.state import ParallelState
 from moe_trainer.training.run import TrainRun, TrainState, with_batches
 from moe_trainer.training.step import reduce_loss, run_microbatches, train_step
 from moe_trainer.verification.training_trace import make_run
-from scripts.bench_common import Report, make_parser, provenance_line
+from scripts.benchmarks.bench_common import Report, make_parser
+from scripts.provenance import provenance_line
 from scripts.quickstart_text import python_sources
 
 SEQ, BATCH, LAST, HELD_OUT = 64, 8, 50, 64
@@ -106,7 +107,7 @@ def main() -> None:
         "# Loss of training in 8 and 4 bits",
         "",
         f"{provenance_line()}, {options.iterations} iterations of {BATCH} x {SEQ} bytes, {options.seeds} seed(s), mean "
-        f"of the last {LAST} iterations; gaps to bf16. Method: scripts/bench_precision.py.",
+        f"of the last {LAST} iterations; gaps to bf16. Method: scripts/benchmarks/bench_precision.py.",
     )
     report.start_table("recipe", "flags", "last iterations", "gap", "held out", "gap", "seconds an iteration")
     reference = None

@@ -1,6 +1,6 @@
 """Measure every Triton kernel of moe_trainer/ops against the torch operation it replaces, on one GPU.
 
-    python scripts/bench_kernels.py [--sizes mixtral qwen3-30b] [--kernels norm rope] [--rounds 20] [--write]
+    python scripts/benchmarks/bench_kernels.py [--sizes mixtral qwen3-30b] [--kernels norm rope] [--rounds 20] [--write]
 
 Prints milliseconds (medians of CUDA events), the speedup, and the throughput: TFLOP/s of GEMMs, GB/s of inputs and
 outputs of other kernels. The results of both are compared first. --write appends the table, with its date, to the
@@ -13,11 +13,12 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from moe_trainer.exit_codes import ExitCode
-from scripts.bench_common import Report, make_parser, provenance_line
-from scripts.kernel_cases import NAMES, SIZES, make
+from scripts.benchmarks.bench_common import Report, make_parser
+from scripts.benchmarks.kernel_cases import NAMES, SIZES, make
+from scripts.provenance import provenance_line
 
 BENCH_SIZES = tuple(name for name, _ in SIZES if name not in ("parity", "tiny"))
 MAX_ERROR = 2e-2  # bf16: the torch operations round between their steps

@@ -1,4 +1,4 @@
-"""Shared by the benchmarks: command line, timing, gloo ranks, GEMM rates, and the Markdown report of a run.
+"""Shared by the benchmarks: command line, timing, gloo ranks, GEMM rates, and the Markdown report.
 
 torch is imported where it is used: some benchmarks measure what happens before the import.
 """
@@ -6,23 +6,18 @@ torch is imported where it is used: some benchmarks measure what happens before 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
 import os
-import platform
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
+
+from scripts.provenance import write_result
 
 if TYPE_CHECKING:
     import torch
-
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "scripts" / "bench_results"
 
 
 def make_parser(description: str, record: str | None = None) -> argparse.ArgumentParser:
@@ -84,30 +79,6 @@ def gemm_rate(dtype: torch.dtype, size: int, device: str = "cpu", rounds: int = 
     return 2.0 * size**3 / statistics.median(times)
 
 
-def provenance_line(machine: str = "", software: str = "") -> str:
-    """Return date, machine and software of a run; by default this processor and the torch version."""
-    if not software:
-        import torch
-
-        software = f"torch {torch.__version__}"
-    machine = machine or f"{platform.machine()}, {os.cpu_count()} cores"
-    return f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d}, {machine}, {software}"
-
-
-def get_commit(*options: str) -> str:
-    """Return `git describe` of this checkout; "unknown" without git or a repository."""
-    command = ["git", "describe", "--always", "--abbrev=12", *options]
-    with contextlib.suppress(OSError):
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        return done.stdout.strip() or "unknown"
-    return "unknown"
-
-
-def load_line() -> str:
-    """Return the load average as text."""
-    return f"load average {os.getloadavg()[0]:.1f}"
-
-
 class Report:
     """A Markdown report that is printed while it grows, and can be recorded."""
 
@@ -131,10 +102,3 @@ class Report:
     def write(self, name: str, append: bool = False) -> None:
         """Write or append the report to scripts/bench_results/<name>."""
         write_result(name, "\n".join(self.lines), append)
-
-
-def write_result(name: str, text: str, append: bool = False) -> None:
-    """Write or append a text to scripts/bench_results/<name>."""
-    RESULTS.mkdir(exist_ok=True)
-    with (RESULTS / name).open("a" if append else "w", encoding="ascii") as file:
-        file.write(text.rstrip("\n") + "\n" + ("\n" if append else ""))
