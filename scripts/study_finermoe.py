@@ -5,29 +5,28 @@
     python scripts/study_finermoe.py OUT --smoke    the same with a few iterations, in about two minutes
 
 For every seed, a dense model with the sizes of finermoe_tiny is trained on the sources of this Python installation,
-upcycled in the three ways of WAYS, and all four are trained on with equally many tokens in an order of
-their own. Documents that no model was trained on give the validation loss, the bits per byte and, if lm-eval is
-installed, a task of multiple choice. Needs no network.
+upcycled in the three ways of WAYS, and all four are trained on with equally many tokens in an order of their own.
+Documents that no model was trained on give the validation loss and the bits per byte. Needs no network.
 
-Writes OUT/report.md, OUT/report.html, OUT/*.svg, OUT/results.json, and a folder with log, metrics, dashboard and
-weights of every run in OUT/runs. Finished runs are not repeated.
+Prints the tables of docs/records/study_finermoe.md, and writes them to OUT/report.md. OUT/runs has log, metrics and
+weights of every run. Finished runs are not repeated.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
+import math
 import os
-import re
 import shlex
 import shutil
 import statistics
+import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from itertools import combinations
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -37,90 +36,127 @@ sys.path.insert(0, str(ROOT))
 
 import arguments
 from arguments.paths import local_path
+from moe_trainer.comparison.intervals import difference, interval
+from moe_trainer.drawing.markdown import markdown_table
 from moe_trainer.errors import UserError
 from moe_trainer.estimate.flops import training_flops
 from moe_trainer.estimate.parameters import count_parameters
 from moe_trainer.exit_codes import ExitCode
 from moe_trainer.io import atomic_write
-from scripts.study_data import TASK, Size, make_data, run_program
-from scripts.study_report import MAX_SEEDS, Arm, write_study_report
+from scripts.provenance import provenance_line
 
 SEQ_LENGTH, BATCH = 128, 16
 MODEL = (
     "--num-layers 4 --hidden-size 128 --ffn-hidden-size 384 --num-attention-heads 4 --group-query-attention "
     "--num-query-groups 2 --add-qkv-bias --max-position-embeddings 1024 --position-embedding-type rope "
     "--rotary-base 1000000 --normalization RMSNorm --norm-epsilon 1e-6 --swiglu --disable-bias-linear "
-    "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --micro-batch-size 4 "
-    f"--global-batch-size {BATCH} --lr-decay-style cosine --weight-decay 0.1 --clip-grad 1.0 --adam-beta2 0.95 "
-    "--eval-interval 100000 --eval-iters 8 --save-interval 100000 --log-interval 1"
+    "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 "
+    f"--micro-batch-size {BATCH} --global-batch-size {BATCH} --seq-length {SEQ_LENGTH} --lr-decay-style cosine "
+    "--lr-warmup-fraction 0.1 --weight-decay 0.1 --clip-grad 1.0 --adam-beta2 0.95 "
+    "--log-interval 5 --eval-iters 8 --save-interval 100000"
 )
 BALANCED = (
     "--moe-router-dtype fp32 --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-3 --moe-grouped-gemm"
 )
-WAYS = {
-    "dense, trained on": "",
-    "copies": f"--num-experts 4 --moe-router-topk 2 {BALANCED}",
-    "pieces (granularity 2)": "--num-experts 8 --moe-router-topk 4 --moe-upcycling-granularity 2 "
-    f"--moe-ffn-hidden-size 192 {BALANCED}",
-    "FineRMoE 4-2-1-2": "--finermoe-intermediate-granularity 4 --finermoe-output-granularity 2 "
-    "--finermoe-intermediate-expansion 1 --finermoe-output-expansion 2 --moe-router-topk 2 "
-    f"--moe-shared-expert-intermediate-size 384 --moe-shared-expert-gate {BALANCED}",
-}
-ARMS = MappingProxyType(dict(zip(("dense", "copies", "granular", "finermoe"), WAYS, strict=True)))
-"""Short names of the runs, and their names in the table of upcycling."""
-RELATIVE_TIME = MappingProxyType({"dense": 1.0, "copies": 2.0, "granular": 2.1, "finermoe": 1.4})
-"""Time per token relative to the dense model's, for the first estimate of the time left only."""
-TOKENS_PER_S, TOKENS_PER_PROGRAM = 9000, 60_000
-"""Dense tokens that a core trains in a second, and in the time that a program takes to start and end. Both are for the
-first estimate only."""
-FULL = Size(10.0, 2048, 1600, 800, 4, 0.03, 300)
-SMOKE = Size(0.6, 1024, 6, 6, 2, 0.03, 8)
+WAYS = MappingProxyType(
+    {
+        "dense, trained on": "",
+        "copies": f"--num-experts 4 --moe-router-topk 2 {BALANCED}",
+        "pieces (granularity 2)": "--num-experts 8 --moe-router-topk 4 --moe-upcycling-granularity 2 "
+        f"--moe-ffn-hidden-size 192 {BALANCED}",
+        "FineRMoE 4-2-1-2": "--finermoe-intermediate-granularity 4 --finermoe-output-granularity 2 "
+        "--finermoe-intermediate-expansion 1 --finermoe-output-expansion 2 --moe-router-topk 2 "
+        f"--moe-shared-expert-intermediate-size 384 --moe-shared-expert-gate {BALANCED}",
+    }
+)
+DENSE, START = next(iter(WAYS)), "dense before"
+
+Results = Sequence[dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Study:
-    """A study: where it is, its size, and whether it runs a task of lm-eval."""
+class Size:
+    """How much a study reads, and how long it trains."""
 
-    folder: Path
-    size: Size
-    seeds: int
-    has_task: bool
-
-    def flags(self) -> list[str]:
-        """Return the flags of all runs. Later ones replace those of MODEL."""
-        data = self.folder / "data"
-        text = (
-            f"--seq-length {SEQ_LENGTH} --micro-batch-size {BATCH} --lr-warmup-fraction 0.1 --full-validation "
-            "--tokenizer-type SentencePieceTokenizer --no-save-optim --log-interval 5 --moe-per-layer-logging"
-        )
-        files = ["--tokenizer-model", f"{data}/tokenizer.model", "--train-data-path", f"{data}/train_text_document"]
-        return [*MODEL.split(), *text.split(), *files, "--valid-data-path", f"{data}/valid_text_document"]
-
-    def dense_checkpoint(self, seed: int) -> Path:
-        """Return the checkpoint of the dense model that the runs of a seed start from."""
-        return self.folder / "runs" / f"start-seed{seed}" / "checkpoints"
+    megabytes: float
+    vocab_size: int
+    dense_iterations: int
+    iterations: int
+    evaluations: int
 
 
-@dataclass(frozen=True)
-class Run:
-    """One run: `arm` is one of ARMS, or "start" for the dense model before upcycling."""
+FULL, SMOKE = Size(10.0, 2048, 1600, 800, 4), Size(0.6, 1024, 6, 6, 2)
 
-    arm: str
-    seed: int
 
-    @property
-    def name(self) -> str:
-        """Name of its folder."""
-        return f"{self.arm}-seed{self.seed}"
+def run_program(script: str, words: Sequence[str], log: Path) -> None:
+    """Run a script of this repository on one thread, which makes its losses repeatable.
 
-    def weight(self, size: Size) -> float:
-        """Return how long it takes, in dense training tokens: training, evaluations at a third of it, and programs."""
-        validation = size.megabytes * 1e6 / 3 * size.validation_share / 3
-        if self.arm == "start":
-            return size.dense_iterations * BATCH * SEQ_LENGTH + validation + TOKENS_PER_PROGRAM
-        task = size.questions * 4 * 80 / 3
-        tokens = size.iterations * BATCH * SEQ_LENGTH + (size.evaluations + 1) * validation + task
-        return RELATIVE_TIME[self.arm] * tokens + TOKENS_PER_PROGRAM * (1 if self.arm == "dense" else 2)
+    Raises:
+        UserError: if it fails; the message has the end of its output.
+    """
+    command = [sys.executable, str(ROOT / script), *words]
+    with log.open("a", encoding="utf-8") as out:
+        out.write(f"$ {shlex.join(command)}\n")
+        out.flush()
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        code = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env=environment, check=False).returncode
+    if code:
+        end = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-8:])
+        raise UserError(f"{script} ended with exit code {code}; the end of {log}:\n{end}")
+
+
+def make_data(data: Path, size: Size) -> None:
+    """Make the tokenizer and the token files, once; the documents are in a shuffled, fixed order."""
+    if (data / "done").exists():
+        return
+    shutil.rmtree(data, ignore_errors=True)
+    data.mkdir()
+    words = f"--vocab-size {size.vocab_size} --megabytes {size.megabytes}"
+    run_program("scripts/quickstart_text.py", [str(data), *words.split()], data / "log.txt")
+    tokenizer = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", f"{data}/tokenizer.model"]
+    paths = ["--input", f"{data}/text.jsonl", "--output-prefix", f"{data}/text"]
+    run_program("scripts/preprocess_data.py", [*paths, *tokenizer, "--append-eod"], data / "log.txt")
+    (data / "done").touch()
+
+
+def execute(folder: Path, size: Size, way: str, seed: int) -> dict[str, Any]:
+    """Execute a run of a study and return its result: losses and routing. One that is finished is not repeated.
+
+    Args:
+        folder: of the study.
+        size: of the study.
+        way: one of WAYS, or START for the dense model before upcycling.
+        seed: of the run.
+    """
+    run = folder / "runs" / f"{way.split(',')[0].split(' (')[0].replace(' ', '-')}-seed{seed}"
+    if (run / "result.json").exists():
+        return read_json(run / "result.json")
+    shutil.rmtree(run, ignore_errors=True)  # of an interrupted study
+    run.mkdir()
+    data = folder / "data"
+    job = [*MODEL.split(), *WAYS.get(way, "").split(), "--tokenizer-type", "SentencePieceTokenizer"]
+    job += ["--tokenizer-model", f"{data}/tokenizer.model", "--data-path", f"{data}/text_text_document"]
+    job += "--split 97,3,0 --full-validation --no-save-optim --moe-per-layer-logging".split()
+    records: list[dict[str, Any]] = []
+    if way == START:
+        job += f"--lr 2e-3 --min-lr 2e-4 --seed {seed} --train-iters {size.dense_iterations}".split()
+        interval = size.dense_iterations + 1
+    else:
+        # The seed also orders the documents: another one than the dense model's reads them in another order.
+        job += f"--lr 1e-3 --min-lr 1e-4 --seed {1000 + seed} --train-iters {size.iterations}".split()
+        job += ["--load", str(folder / "runs" / f"{START.replace(' ', '-')}-seed{seed}" / "checkpoints")]
+        job.append("--finetune" if way == DENSE else "--moe-use-upcycling")
+        first = ["--skip-train", "--eval-interval", "1", "--save", f"{run}/upcycled"]
+        run_program("pretrain_moe.py", [*job, *first, "--metrics-file", f"{run}/upcycled.jsonl"], run / "log.txt")
+        shutil.rmtree(run / "upcycled", ignore_errors=True)
+        records = read_records(run / "upcycled.jsonl")
+        interval = size.iterations // size.evaluations + 1  # the end is always evaluated, too
+    job += ["--eval-interval", str(interval), "--save", f"{run}/checkpoints"]
+    run_program("pretrain_moe.py", [*job, "--metrics-file", f"{run}/metrics.jsonl"], run / "log.txt")
+    result = {"way": way, "seed": seed} | read_result(records, read_records(run / "metrics.jsonl"))
+    with atomic_write(run / "result.json") as file:
+        json.dump(result, file, indent=1)
+    return result
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -144,53 +180,13 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def execute(study: Study, run: Run) -> dict[str, Any]:
-    """Execute a run and return its result: losses, speed, routing, accuracy, seconds."""
-    folder, size, started = study.folder / "runs" / run.name, study.size, time.monotonic()
-    shutil.rmtree(folder, ignore_errors=True)  # of a run that was interrupted
-    folder.mkdir(parents=True)
-    log, metrics = folder / "log.txt", folder / "metrics.jsonl"
-    job = [*study.flags(), *shlex.split(WAYS.get(ARMS.get(run.arm, ""), ""))]
-    evaluate_start: list[dict[str, Any]] = []
-    if run.arm == "start":
-        iterations, interval = size.dense_iterations, size.dense_iterations + 1
-        rates = ["--lr", "2e-3", "--min-lr", "2e-4", "--seed", str(run.seed)]
-    else:
-        # The end is always evaluated, so the interval does not divide the iterations.
-        iterations, interval = size.iterations, size.iterations // size.evaluations + 1
-        # The seed also orders the documents: another one than the dense model's reads them in another order.
-        rates = ["--lr", "1e-3", "--min-lr", "1e-4", "--seed", str(1000 + run.seed), "--load"]
-        start = "--finetune" if run.arm == "dense" else "--moe-use-upcycling"
-        rates += [str(study.dense_checkpoint(run.seed)), start]
-        first = [*job, *rates, "--train-iters", str(iterations), "--skip-train", "--save", str(folder / "upcycled")]
-        run_program("pretrain_moe.py", [*first, "--metrics-file", str(folder / "upcycled.jsonl")], log)
-        evaluate_start = read_records(folder / "upcycled.jsonl")
-        shutil.rmtree(folder / "upcycled", ignore_errors=True)
-    job += [*rates, "--train-iters", str(iterations), "--eval-interval", str(interval)]
-    if study.has_task and run.arm != "start":
-        path = str(study.folder / "data" / "tasks")
-        job += ["--eval-tasks", TASK, "--eval-tasks-interval", str(iterations), "--eval-tasks-path", path]
-    run_program("pretrain_moe.py", [*job, "--save", str(folder / "checkpoints"), "--metrics-file", str(metrics)], log)
-    result = {"arm": run.arm, "seed": run.seed, "seconds": time.monotonic() - started}
-    return result | read_result(evaluate_start, read_records(metrics))
-
-
-def read_result(start: Sequence[dict[str, Any]], records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def read_result(start: Results, records: Results) -> dict[str, Any]:
     """Return what the report needs of the records of a run, and of the evaluation of the weights it started from."""
-    losses = {record["iteration"]: record["lm loss"] for record in records if record.get("validation") == "validation"}
-    curve = [[iteration * BATCH * SEQ_LENGTH, loss] for iteration, loss in sorted(losses.items())]
-    rates = [record["tokens_per_s"] for record in records if "tokens_per_s" in record]
-    result: dict[str, Any] = {
-        "loss": curve[-1][1],
-        "curve": curve,
-        "tokens_per_s": statistics.median(rates[len(rates) // 2 :]),
-        "accuracy": {
-            record["metric"]: [record["value"], record.get("stderr")] for record in records if record.get("task")
-        },
-    }
+    losses = [record["lm loss"] for record in records if record.get("validation") == "validation"]
+    result: dict[str, Any] = {"loss": losses[-1]}
     for record in start:
         if record.get("validation") == "validation":
-            result |= {"loss_at_start": record["lm loss"], "curve": [[0, record["lm loss"]], *curve]}
+            result["loss_at_start"] = record["lm loss"]
             # Only an evaluation that makes no model counts bytes: that of the dense model.
             result |= {name: record[name] for name in ("tokens", "bytes") if name in record}
     routing = [record["routing"]["tokens_per_expert"] for record in records if "routing" in record]
@@ -202,149 +198,125 @@ def read_result(start: Sequence[dict[str, Any]], records: Sequence[dict[str, Any
     return result
 
 
-def execute_all(study: Study, jobs: int, show: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Execute the runs that have no result yet, `jobs` at a time, and return all results.
+def of_way(results: Results, way: str) -> list[dict[str, Any]]:
+    """Return the results of a way, by seed."""
+    return sorted((result for result in results if result["way"] == way), key=lambda result: result["seed"])
 
-    Raises:
-        UserError: if a run fails. Those that are running end first and are recorded; those that wait are not started.
+
+def losses_table(results: Results, size: Size) -> list[str]:
+    """Return the table of all ways: their sizes, and losses with 95 % intervals over the seeds."""
+    counted = of_way(results, DENSE)[0]  # the validation text is the same in all runs
+    bits, dense_flops, rows = counted["tokens"] / counted["bytes"] / math.log(2.0), 0.0, []
+    for way, flags in WAYS.items():
+        tokens = f"--mock-data --tokenizer-type NullTokenizer --vocab-size {size.vocab_size} --train-iters 1 --lr 1e-3"
+        args, runs = arguments.parse_args(f"{MODEL} {flags} {tokens}".split(), 1), of_way(results, way)
+        counts, flops = count_parameters(args, size.vocab_size), training_flops(args, 1, SEQ_LENGTH, size.vocab_size)
+        dense_flops = dense_flops or flops
+        sizes = (f"{counts.total / 1e6:.2f} M", f"{counts.active / 1e6:.2f} M", f"{flops / dense_flops:.2f} x dense")
+        losses = (interval([run[name] for run in runs]) for name in ("loss_at_start", "loss"))
+        rows.append((way, *sizes, *losses, interval([run["loss"] * bits for run in runs])))
+    columns = ("model", "parameters", "active", "FLOPs per token", "loss at start", "loss", "bits per byte")
+    return markdown_table(columns, rows)
+
+
+def differences_table(results: Results) -> list[str]:
+    """Return the table of the differences of final losses.
+
+    Runs of one seed start from one dense model and read one order of documents, so what these change cancels.
     """
-    runs = [Run(arm, seed) for seed in range(1, study.seeds + 1) for arm in ("start", *ARMS)]
-    paths = {run: study.folder / "runs" / f"{run.name}.json" for run in runs}
-    results = {run: read_json(path) for run, path in paths.items() if path.exists()}
-    if results:
-        show(f"{len(results)} of {len(runs)} runs are finished already")
-    active: dict[Future[dict[str, Any]], Run] = {}
-    with ThreadPoolExecutor(jobs) as pool:
-
-        def execute_and_record(run: Run) -> dict[str, Any]:
-            result = execute(study, run)
-            with atomic_write(paths[run]) as file:
-                json.dump(result, file, indent=1)
-            return result
-
-        def start(run: Run) -> None:
-            if run not in results:
-                active[pool.submit(execute_and_record, run)] = run
-
-        for run in runs:
-            if run.arm == "start" or Run("start", run.seed) in results:
-                start(run)
-        show(f"about {minutes_left(study.size, runs, results, jobs):.1f} minutes left, {jobs} runs at a time")
-        try:
-            while active:
-                for future in wait(active, return_when=FIRST_COMPLETED).done:
-                    run = active.pop(future)
-                    results[run] = future.result()
-                    if run.arm == "start":
-                        for arm in ARMS:
-                            start(Run(arm, run.seed))
-                    left = minutes_left(study.size, runs, results, jobs)
-                    result = f"validation loss {results[run]['loss']:.4f} after {results[run]['seconds']:.0f} s"
-                    show(f"{len(results)} of {len(runs)}: {run.name}: {result}; about {left:.1f} minutes left")
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-    return [results[run] for run in runs]
+    rows = []
+    for other, way in combinations(WAYS, 2):
+        found = difference(*([run["loss"] for run in of_way(results, each)] for each in (way, other)), paired=True)
+        meaning = f"{way} is {'worse' if found.mean > 0 else 'better'}" if found.excludes_zero else "not distinguished"
+        rows.append((f"{way} - {other}", f"{found.mean:+.4f}", f"{found.half:.4f}", meaning))
+    return markdown_table(("pair", "difference", "+-", "result"), rows)
 
 
-def minutes_left(size: Size, runs: Sequence[Run], results: dict[Run, dict[str, Any]], jobs: int) -> float:
-    """Return how long the unfinished runs take if they are as fast as the finished ones of their kind, or of any."""
-
-    def seconds(run: Run) -> float:
-        alike = [results[other]["seconds"] for other in results if other.arm == run.arm]
-        return statistics.mean(alike) if alike else run.weight(size) * pace
-
-    done = sum(run.weight(size) for run in results)
-    pace = sum(result["seconds"] for result in results.values()) / done if done else 1 / TOKENS_PER_S
-    return sum(seconds(run) for run in runs if run not in results) / jobs / 60
+def routing_summary(tokens_per_expert: Sequence[Sequence[int]]) -> tuple[float, float, int]:
+    """Return the mean entropy of layers (1 is balanced), the largest load over its mean, and the dead experts."""
+    entropies, largest = [], 0.0
+    for loads in tokens_per_expert:
+        shares = [load / sum(loads) for load in loads]
+        entropies.append(-sum(share * math.log(share) for share in shares if share) / math.log(len(loads)))
+        largest = max(largest, max(shares) * len(loads))
+    return statistics.mean(entropies), largest, sum(load == 0 for loads in tokens_per_expert for load in loads)
 
 
-def describe_arms(size: Size) -> list[Arm]:
-    """Return the kinds of models that are compared, with their parameters and FLOPs."""
-    tokens = f"--mock-data --tokenizer-type NullTokenizer --vocab-size {size.vocab_size} --seq-length {SEQ_LENGTH}"
-    arms: list[Arm] = []
-    for name, title in ARMS.items():
-        args = arguments.parse_args(f"{MODEL} {WAYS[title]} {tokens} --train-iters 1 --lr 1e-3".split(), 1)
-        counts = count_parameters(args, size.vocab_size)
-        flops = training_flops(args, 1, SEQ_LENGTH, size.vocab_size) / SEQ_LENGTH
-        arms.append(Arm(name, title, counts.total, counts.active, flops))
-    return arms
+def routing_table(results: Results) -> list[str]:
+    """Return the table of the routing of all ways with experts, over the last tenth of the logged iterations."""
+    rows = []
+    for way in WAYS:
+        runs = of_way(results, way)
+        if "tokens_per_expert" in runs[0]:
+            entropies, largest, dead = zip(*(routing_summary(run["tokens_per_expert"]) for run in runs), strict=True)
+            without = f"{', '.join(map(str, dead))} of {sum(map(len, runs[0]['tokens_per_expert']))}"
+            rows.append((way, f"{statistics.mean(entropies):.3f}", f"{max(largest):.2f}", without))
+    return markdown_table(("model", "entropy", "fullest expert", "experts without a token"), rows)
 
 
-def open_folder(study: Study) -> None:
+def runs_table(results: Results) -> list[str]:
+    """Return the table of the losses of every run."""
+    columns = zip(*([run["loss"] for run in of_way(results, way)] for way in (START, *WAYS)), strict=True)
+    rows = [(seed, *(f"{loss:.4f}" for loss in losses)) for seed, losses in enumerate(columns, 1)]
+    return markdown_table(("seed", START, *WAYS), rows)
+
+
+def open_folder(folder: Path, seeds: int, size: Size) -> None:
     """Make the study's folder, or check that it is one of the same study.
 
     Raises:
         UserError: if it is something else.
     """
-    path = study.folder / "study.json"
-    settings = {"seeds": study.seeds, "has_task": study.has_task, **asdict(study.size), "flags": MODEL, "arms": WAYS}
+    path, settings = folder / "study.json", {"seeds": seeds, **asdict(size), "flags": MODEL, "ways": dict(WAYS)}
     if path.exists():
         old = read_json(path)
         differing = sorted(key for key in {*settings, *old} - {"seeds"} if old.get(key) != settings.get(key))
         if differing:
-            raise UserError(f"{study.folder} has another study (different: {', '.join(differing)}); give a new folder")
-    elif study.folder.exists() and (not study.folder.is_dir() or any(study.folder.iterdir())):
-        raise UserError(f"{study.folder} exists and has no study.json; give a new folder, or one of an earlier study")
-    (study.folder / "runs").mkdir(parents=True, exist_ok=True)
+            raise UserError(f"{folder} has another study (different: {', '.join(differing)}); give a new folder")
+    elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} exists and has no study.json; give a new folder, or one of an earlier study")
+    (folder / "runs").mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as file:
         json.dump(settings, file, indent=1)
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Build the parser."""
-
-    def seeds(text: str) -> int:
-        if not re.fullmatch("[0-9]+", text) or not 2 <= int(text) <= MAX_SEEDS:
-            raise argparse.ArgumentTypeError(f"{text}: give 2 to {MAX_SEEDS}, an interval needs two")
-        return int(text)
-
-    def jobs(text: str) -> int:
-        if not re.fullmatch("[0-9]+", text) or int(text) < 1:
-            raise argparse.ArgumentTypeError(f"{text}: give at least 1")
-        return int(text)
-
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        epilog="exit codes: 0 done, 1 a run failed, 2 an option or the folder is wrong, 130 interrupted",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("folder", type=local_path, metavar="OUT", help="a new folder, or that of a study to continue")
-    parser.add_argument("--seeds", type=seeds, default=3, metavar="N", help="runs of every kind (default: 3)")
-    parser.add_argument("--jobs", type=jobs, metavar="N", help="runs at a time, of one thread each (default: cores)")
-    parser.add_argument("--smoke", action="store_true", help="a few iterations and two seeds, to see that it works")
-    parser.add_argument("--no-task", action="store_true", help="leave out the task of lm-eval")
-    return parser
-
-
 def main(words: list[str]) -> int:
     """Run the study. Returns the exit code."""
-    options = make_parser().parse_args(words)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    has_task = not options.no_task and importlib.util.find_spec("lm_eval") is not None
-    size = SMOKE if options.smoke else FULL
-    study = Study(options.folder.absolute(), size, 2 if options.smoke else options.seeds, has_task)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=local_path, metavar="OUT", help="a new folder, or that of a study to continue")
+    parser.add_argument("--seeds", type=int, choices=range(2, 11), default=3, help="runs of every way (default: 3)")
+    parser.add_argument("--jobs", type=int, choices=range(1, 65), metavar="N", help="runs at a time (default: cores)")
+    parser.add_argument("--smoke", action="store_true", help="a few iterations and two seeds, to see that it works")
+    options = parser.parse_args(words)
+    folder, size = options.folder.absolute(), SMOKE if options.smoke else FULL
+    seeds = range(1, (2 if options.smoke else options.seeds) + 1)
 
-    def show(line: str) -> None:
-        print(f"[{time.strftime('%H:%M:%S')}] {line}", flush=True)
+    def finish(run: tuple[str, int]) -> dict[str, Any]:
+        result = execute(folder, size, *run)
+        print(f"{run[0]}, seed {run[1]}: validation loss {result['loss']:.4f}", flush=True)
+        return result
 
     try:
-        open_folder(study)
+        open_folder(folder, len(seeds), size)
     except (UserError, OSError) as error:
         print(f"study_finermoe.py: {error}", file=sys.stderr)
         return ExitCode.USER_ERROR
     try:
-        make_data(study.folder / "data", size)
-        results = execute_all(study, options.jobs or cores, show)
-        tokens = [iterations * BATCH * SEQ_LENGTH for iterations in (size.dense_iterations, size.iterations)]
-        write_study_report(study.folder, describe_arms(size), results, tokens[0], tokens[1])
+        make_data(folder / "data", size)
+        with ThreadPoolExecutor(options.jobs or os.cpu_count()) as pool:  # a failure cancels the runs that wait
+            results = [*pool.map(finish, [(START, seed) for seed in seeds])]
+            results += pool.map(finish, [(way, seed) for seed in seeds for way in WAYS])
+        head = f"{provenance_line()}. Method: scripts/study_finermoe.py, {len(seeds)} seeds."
+        tables = (losses_table(results, size), differences_table(results), routing_table(results), runs_table(results))
+        text = "\n\n".join([head, *("\n".join(table) for table in tables)]) + "\n"
+        print(text)
+        with atomic_write(folder / "report.md") as file:
+            file.write(text)
     except (ValueError, OSError) as error:  # UserError is a ValueError; results that were recorded stay
         print(f"study_finermoe.py: {error}", file=sys.stderr)
         return ExitCode.FAILED
     except KeyboardInterrupt:
-        print("study_finermoe.py: interrupted; the same command continues after the finished runs", file=sys.stderr)
         return ExitCode.INTERRUPTED
-    show(f"written: {study.folder}/report.md and report.html")
     return ExitCode.OK
 
 
