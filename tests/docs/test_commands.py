@@ -136,7 +136,7 @@ def known_flags() -> set[str]:
     """Every flag that the trainer reads, refuses or renames, and every option of a script."""
     trainer = {*by_spelling(OPTIONS), *flag_status.OLD_SPELLINGS, "--preset", "--help"}
     sources = [
-        *(ROOT / "scripts").iterdir(),
+        *(ROOT / "scripts").rglob("*"),
         *(ROOT / "moe_trainer/commands").iterdir(),
         *(ROOT / "moe_trainer/launch").iterdir(),
         ROOT / "arguments/parse.py",
